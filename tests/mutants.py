@@ -503,8 +503,8 @@ guard_behavior: gigatoken runs a Split that removes what it finds
 
 megapack/tokenization/corpus/documents.py: tests/tokenization/corpus/test_split.py
 ordered_split: a document changes its split against megatron-core
-- at = [round(bound * float(num_documents)) for bound in bounds]
-+ at = [int(bound * float(num_documents)) for bound in bounds]
+- positions = [round(bound * float(num_documents)) for bound in bounds]
++ positions = [int(bound * float(num_documents)) for bound in bounds]
 
 # Packing strategies, the step planner.
 

@@ -370,9 +370,9 @@ def _of_another_version() -> None:
 
 PROVOKED: dict[str, Callable[[], object]] = {
     "needs the package": lambda: require("no_such_package", "a test"),
-    "there is no tokenizer at": _tokenize("docs.jsonl", "gpt2"),
+    "no tokenizer at": _tokenize("docs.jsonl", "gpt2"),
     "would be one document": _write("part-00000", b'{"text": "a"}\n' * 9, _tokenize("part-00000")),
-    "mend the input": _write("bad.jsonl", b'{"text": \n', _tokenize("bad.jsonl")),
+    "repair the input": _write("bad.jsonl", b'{"text": \n', _tokenize("bad.jsonl")),
     "is there already": _tokenize("docs.jsonl", prefix="corpus"),
     "is being written by": _locked,
     ".bin is truncated": _cut,

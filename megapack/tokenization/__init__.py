@@ -1,5 +1,5 @@
-"""Text in, documents out. Stands on storage.
+"""Text in, tokenized documents out. Imports storage.
 
-Three wings, each of which imports only those before it: ``corpus`` reads, ``tokenizers`` turn what
-was read into tokens, ``pipeline`` does both for every shard and makes one dataset of them.
+Three packages; each imports only those before it: ``corpus`` reads files, ``tokenizers`` turn text
+into tokens, ``pipeline`` does both for every shard and joins the shards to one dataset.
 """

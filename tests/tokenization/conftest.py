@@ -1,4 +1,4 @@
-"""Corpora and tokenizers for the tests of this room: real files, trained here."""
+"""Corpora and tokenizers for the tokenization tests: real files, trained here."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from .helpers import Build, Silence, write_jsonl
 
 @pytest.fixture
 def run_build(tmp_path: Path) -> Build:
-    """``build`` of paths, or of records as x.jsonl, with a byte tokenizer unless told otherwise,
-    into ``tmp_path/out``, or beside it where the prefix is another name.
+    """Build paths, or records as x.jsonl, into ``tmp_path/out``; by default with the byte
+    tokenizer.
     """
 
     def run(*inputs: object, **options: Any) -> BuildResult:
@@ -36,7 +36,7 @@ def run_build(tmp_path: Path) -> Build:
 
 @pytest.fixture(scope="session")
 def source_files() -> list[InputFile]:
-    """About a megabyte of the standard library's source."""
+    """Return about a megabyte of the standard library's source files."""
     stdlib = sysconfig.get_path("stdlib")
     return find_inputs([f"{stdlib}/*.py"], max_bytes=1_000_000)
 
@@ -48,13 +48,13 @@ def source_texts(source_files: Sequence[InputFile]) -> list[str]:
 
 @pytest.fixture
 def corpus(tmp_path: Path, source_texts: list[str]) -> Path:
-    """The source files as JSON Lines."""
+    """Write the source files as JSON Lines."""
     return write_jsonl(tmp_path / "corpus.jsonl", [{"text": text} for text in source_texts])
 
 
 @pytest.fixture(scope="session")
 def bpe_json(tmp_path_factory: pytest.TempPathFactory, source_files: list[InputFile]) -> Path:
-    """A byte-level BPE tokenizer.json with Llama 3's split, 2000 ids."""
+    """Train a byte-level BPE tokenizer.json with Llama 3's split, 2000 ids."""
     path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
     train_tokenizer(
         source_files,
@@ -70,7 +70,7 @@ def bpe_json(tmp_path_factory: pytest.TempPathFactory, source_files: list[InputF
 
 @pytest.fixture(scope="session")
 def sp_model(tmp_path_factory: pytest.TempPathFactory, source_files: list[InputFile]) -> Path:
-    """A sentencepiece BPE model with byte fallback, 2000 ids."""
+    """Train a sentencepiece BPE model with byte fallback, 2000 ids."""
     path = tmp_path_factory.mktemp("sp") / "tokenizer.model"
     read, faults = ReadOptions(), Faults("skip")
     sizes = {"vocab_size": 2000, "sample_bytes": 1 << 19}

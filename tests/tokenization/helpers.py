@@ -1,4 +1,4 @@
-"""What the tests of this room share besides fixtures."""
+"""Helpers of the tokenization tests."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ Build = Callable[..., BuildResult]
 
 
 def write_jsonl(path: Path, records: Iterable[Any]) -> Path:
-    """Write records as JSON Lines; the path."""
+    """Write records as JSON Lines; return the path."""
     lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in records)
     path.write_text("".join(lines), encoding="utf-8")
     return path
 
 
 def files_of(prefix: object) -> tuple[bytes, bytes]:
-    """The bytes of a dataset."""
+    """Return the bytes of a dataset's files."""
     return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
 
 
 def encoded(encoder: Encoder, texts: list[str]) -> list[list[int]]:
-    """The ids of every text."""
+    """Return the ids of every text."""
     ids, offsets = encoder.encode(TextBlock.of_texts(texts))
     assert len(offsets) == len(texts) + 1
     return [ids[a:b].tolist() for a, b in itertools.pairwise(offsets)]
 
 
 class Silence:
-    """A build's progress, remembered instead of shown."""
+    """Progress of a build, recorded instead of shown."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []

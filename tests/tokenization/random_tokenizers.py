@@ -382,7 +382,7 @@ def contents_of(tree: dict[str, Any], rng: random.Random) -> list[str]:
 
 
 def train_sentencepiece(rng: random.Random) -> tuple[bytes, list[str]]:
-    """A model, and its symbols."""
+    """Return a model, and its symbols."""
     symbols = [
         words(rng, [*"abc<>|_ ", "\u00e9", "\u2581"]).strip() for _ in range(rng.randint(0, 3))
     ]

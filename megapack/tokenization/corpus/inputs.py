@@ -1,8 +1,8 @@
-"""What the user named -> the files of a corpus, in one order that depends on nothing else.
+"""Names from the user -> the files of a corpus, in an order that depends on the names only.
 
-- InputFile, Piece: a file as it was when the build was planned, and the part of it that is read
-- find_inputs: files, globs and folders -> input files; what is left out is said with counts
-- open_stream: the decompressed bytes of a file, which must be what its name says
+- InputFile, Piece: a file with its size and time when the build was planned; a part of it
+- find_inputs: files, globs and folders -> input files; reports what it leaves out
+- open_stream: the decompressed bytes of a file; checks that the content matches the name
 
     files = find_inputs(["corpus/*.jsonl.zst", "src/"], suffixes=[".py"], note=print)
     # -> not taken from folders: 12 files (.md 10, .toml 2); choose with --suffix
@@ -35,7 +35,7 @@ Format = Literal["jsonl", "parquet", "arrow", "text"]
 TABLES = ("parquet", "arrow")  # rows in groups; compressed inside, never as a whole
 Compression = Literal["", "gz", "zst"]
 
-# Public corpora name JSON Lines .json as often as .jsonl. Everything else is text.
+# Many public corpora name JSON Lines .json. Any other suffix is text.
 _FORMAT_OF_SUFFIX: dict[str, Format] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
@@ -50,15 +50,15 @@ DATA_SUFFIXES = "{}, each also .gz and .zst, {}".format(
         ", ".join(s for s, format in _FORMAT_OF_SUFFIX.items() if (format in TABLES) == tables)
         for tables in (False, True)
     )
-)  # for people
+)  # for messages
 _NOT_READ = (".bz2", ".xz", ".zip", ".7z", ".lz4", ".tar", ".tgz")
-_DELIMITERS = {"csv": ",", "tsv": "\\t"}  # as Python spells them
+_DELIMITERS = {"csv": ",", "tsv": "\\t"}  # escaped: for a command line
 _SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
 class InputFile:
-    """One file of the corpus, as it was when the build was planned."""
+    """A file of the corpus, with its size and time when the build was planned."""
 
     path: str
     format: Format
@@ -68,8 +68,8 @@ class InputFile:
 
 
 class Piece(NamedTuple):
-    """Bytes (jsonl), row groups (parquet), record batches (arrow) or all (text, compressed) of a
-    file: ``[begin, end)``.
+    """Part ``[begin, end)`` of a file: bytes (jsonl), row groups (parquet), record batches (arrow);
+    text and compressed files are one piece.
     """
 
     file: InputFile
@@ -78,45 +78,45 @@ class Piece(NamedTuple):
 
 
 def _ends(path: str) -> tuple[str, Compression]:
-    """``a.TXT.gz`` -> (".txt", "gz")."""
+    """Split a name's suffix: ``a.TXT.gz`` -> (".txt", "gz")."""
     name = PurePath(path.lower())
     compression = _COMPRESSION_OF_SUFFIX.get(name.suffix, "")
     return (PurePath(name.stem).suffix if compression else name.suffix), compression
 
 
 def _suffix_of(path: str) -> str:
-    """The end of a file's name, with its compression (``.rst.gz``), lower case; "" for none."""
+    """Return a name's suffix with its compression (``.rst.gz``), in lower case; "" for none."""
     suffix, compression = _ends(path)
     return f"{suffix}.{compression}" if compression else suffix
 
 
 def _format_of(path: str) -> tuple[Format, Compression]:
-    """Format and compression by a file's name. Raises ConfigError for archives and unknown ones."""
+    """Return format and compression by name. Raises ConfigError for archives."""
     suffix, compression = _ends(path)
     format = _FORMAT_OF_SUFFIX.get(suffix, "text")
     if suffix in (".tar", ".tgz"):
         raise ConfigError(
-            f"{path} is a tar archive (a WebDataset shard, if its members are samples); archives "
-            f"are not read. Unpack it and name the folder: mkdir -p {shlex.quote(_bare(path))} && "
+            f"{path} is a tar archive (perhaps a WebDataset shard); archives are not supported. "
+            f"Unpack it and name the folder: mkdir -p {shlex.quote(_bare(path))} && "
             f"tar -xf {shlex.quote(path)} -C {shlex.quote(_bare(path))}"
         )
     if suffix == ".mds" or PurePath(path).name == "index.json":
         _refuse_mds(path)
     if suffix in _NOT_READ or (format in TABLES and compression):
         raise ConfigError(
-            f"{path}: of compressed files .gz and .zst are read, no archives, no .parquet and no "
-            ".arrow; decompress it first"
+            f"{path}: only .gz and .zst are supported, and only of text and JSON Lines; decompress "
+            "it first"
         )
     return format, compression
 
 
 def _bare(path: str) -> str:
-    """A path without the endings of its name."""
+    """Return a path without the suffixes of its name."""
     return str(PurePath(path).with_name(PurePath(path).name.partition(".")[0] or "unpacked"))
 
 
 def _refuse_mds(path: str) -> None:
-    """ConfigError if a file belongs to a folder of MosaicML's streaming (MDS)."""
+    """Raise ConfigError if a file belongs to a folder of MosaicML's streaming (MDS)."""
     folder = Path(path).parent
     if path.endswith(".json"):
         shards = _facts(Path(path)).get("shards")
@@ -128,20 +128,20 @@ def _refuse_mds(path: str) -> None:
         "shuffle=False, batch_size=1); [print(json.dumps({'text': row['text']})) for row in rows]"
     )
     raise ConfigError(
-        f"{folder} is a folder of MosaicML streaming (MDS), whose shards are not read; convert it "
+        f"{folder} is a folder of MosaicML streaming (MDS), which is not supported; convert it "
         f'(pip install mosaicml-streaming): python -c "{program}" {shlex.quote(str(folder))} > '
         "corpus.jsonl"
     )
 
 
 def require_utf8(name: str) -> None:
-    """ConfigError for a name that is not UTF-8: metadata and manifests hold names as text."""
+    """Raise ConfigError for a name that is not UTF-8: metadata store names as text."""
     try:
         name.encode()
     except UnicodeEncodeError:
         shown = name.encode(errors="surrogateescape").decode(errors="backslashreplace")
         raise ConfigError(
-            f"the name {shown} is not UTF-8, and cannot be written into metadata: rename it, as "
+            f"the name {shown} is not UTF-8, so metadata cannot contain it: rename it, for example "
             "with convmv -f latin1 -t utf8"
         ) from None
 
@@ -156,24 +156,22 @@ def find_inputs(
 ) -> list[InputFile]:
     """Expand files, globs and directories into input files.
 
-    The order is the order of ``inputs``; within a glob or a directory, sorted by path. A file
-    reached twice, by whatever names, is taken once, where it comes first. Links to directories are
-    followed. Hidden files and directories below a named directory are left out.
-
-    A directory that ``datasets`` saved (``save_to_disk``) gives its Arrow files, in its own order.
+    The order is that of ``inputs``; within a glob or a directory, by path. A file reached twice (by
+    any name or link) is taken once, at its first position. Links to directories are followed.
+    Hidden files and directories below a named directory are left out. A directory saved by
+    ``datasets`` (``save_to_disk``) gives its Arrow files in its own order.
 
     Args:
         inputs: paths, glob patterns (``**`` crosses directories), directories.
-        suffixes: what to take from directories (``.py``, or a pattern as ``train-*.jsonl``); by
+        suffixes: files to take from directories (``.py``, or a pattern like ``train-*.jsonl``); by
             default ``DATA_SUFFIXES``.
-        format: read every file as this format instead of judging by its suffix.
+        format: of all files; None: by suffix.
         max_bytes: stop before the file that would make the sum of sizes exceed this.
-        note: is told what was left out or taken once, a sentence each, with counts.
+        note: receives a sentence, with counts, for every kind of file that is left out.
 
     Raises:
-        ConfigError: a pattern or directory gives nothing; a file that is no regular one, of a
-            compression or format that is not read, whose format its name does not say, or whose
-            name is not UTF-8.
+        ConfigError: a pattern or directory without files; a file that is not regular, or of an
+            unsupported or unknown format or compression; a name that is not UTF-8.
         OSError: a named file does not exist; a directory cannot be read.
     """
     aside: _Aside = collections.defaultdict(list)
@@ -184,9 +182,11 @@ def find_inputs(
         require_utf8(path)
         facts = Path(path).stat()
         if not stat.S_ISREG(facts.st_mode):
-            raise ConfigError(f"{path} is no regular file; inputs are read more than once")
+            raise ConfigError(
+                f"{path} is not a regular file; inputs must be, because they are read twice"
+            )
         first = seen.get((facts.st_dev, facts.st_ino))
-        # Some file systems give one number to several files: names decide, but for hard links.
+        # Some file systems reuse inode numbers: compare names, too, unless there are hard links.
         if first and (facts.st_nlink > 1 or os.path.realpath(first) == os.path.realpath(path)):
             aside[_REPEATED].append(f"{path} is {first}")
             continue
@@ -197,7 +197,7 @@ def find_inputs(
         kind, compression = _format_of(path)
         files.append(InputFile(path, format or kind, compression, facts.st_size, facts.st_mtime_ns))
     if not files:
-        raise DataError("there are no input files; name files, globs or directories with --input")
+        raise DataError("no input files; name files, globs or directories with --input")
     if format is None:
         _require_format(files)
     aside[_EMPTY] += [file.path for file in files if not file.size]
@@ -211,9 +211,9 @@ def find_inputs(
     return files
 
 
-# ---- What the names lead to ---------------------------------------------------------------------
+# ---- Files behind the names ---------------------------------------------------------------------
 
-_Aside = dict[str, list[str]]  # what was met and not taken: how it is said -> paths
+_Aside = dict[str, list[str]]  # paths that are left out or reported: sentence -> paths
 
 _REPEATED = "named again and read once"
 _AGAIN = "linked to, but entered already"
@@ -224,7 +224,7 @@ _EMPTY = "empty"
 _NOTED = {
     **{_REPEATED: "file", _AGAIN: "folder", _FOLDERS: "folder"},
     **{_ODD: "file", _HIDDEN: "name", _EMPTY: "file"},
-}  # in this order, with the noun that is counted
+}  # sentence -> noun of its count, in the order of the report
 _UNWANTED = "not taken from folders"
 
 
@@ -239,28 +239,28 @@ def _paths(inputs: Sequence[str], suffixes: Sequence[str], aside: _Aside) -> Ite
     for name in inputs:
         path = Path(name)
         if not name:
-            raise ConfigError("an input has no name: is a variable empty? The folder here is .")
+            raise ConfigError("an input is '' (an empty variable?); the current directory is .")
         if path.is_dir():
-            met = len(aside[_UNWANTED])
-            found = list(_walk(path, suffixes, aside))
-            if not found:
+            num_unwanted = len(aside[_UNWANTED])
+            paths = list(_walk(path, suffixes, aside))
+            if not paths:
                 wanted = ", ".join(suffixes) or DATA_SUFFIXES
-                others = aside[_UNWANTED][met:]
-                there = f"; it holds {_by_suffix(others)}" if others else ""
+                others = aside[_UNWANTED][num_unwanted:]
+                contents = f"; it has {_by_suffix(others)}" if others else ""
                 raise ConfigError(
-                    f"directory {name} holds no files with {wanted}{there}; see --suffix"
+                    f"directory {name} has no files with {wanted}{contents}; see --suffix"
                 )
         elif path.exists() or not glob.has_magic(name):
-            found = [name]  # a missing file is an OSError of the stat that follows
+            paths = [name]  # the caller's stat raises OSError if it is missing
         else:
             matches = glob.glob(name, recursive=True)  # noqa: PTH207 (absolute patterns too)
             folders = [match for match in matches if Path(match).is_dir()]
-            found = sorted(set(matches).difference(folders))
-            if not found:
+            paths = sorted(set(matches).difference(folders))
+            if not paths:
                 only = f", but {counted(len(folders), 'folder')}; name them" if folders else ""
                 raise ConfigError(f"no file matches {name!r}{only}")
             aside[_FOLDERS] += [] if "**" in name else folders
-        yield from found
+        yield from paths
 
 
 def _walk(root: Path, suffixes: Sequence[str], aside: _Aside) -> Iterator[str]:
@@ -306,17 +306,15 @@ def _walk(root: Path, suffixes: Sequence[str], aside: _Aside) -> Iterator[str]:
 
 
 def _in_order(directory: Path, files: Sequence[str]) -> list[str]:
-    """The files of a directory by name; of one that ``datasets`` wrote those of its rows.
-
-    Raises:
-        ConfigError: several splits were saved there, or not all files of the rows are there.
+    """Return a directory's files by name; of a saved dataset, the files of its rows in order.
+    Raises ConfigError if the dataset has several splits, or lacks a file.
     """
     if "dataset_dict.json" in files:
         splits = _facts(directory / "dataset_dict.json").get("splits", [])
         if len(splits) > 1:
             raise ConfigError(
-                f"{directory} holds the splits {', '.join(splits)} of a saved dataset: name those "
-                f"that are wanted, as {directory / splits[0]}"
+                f"{directory} is a saved dataset with the splits {', '.join(splits)}: name one or "
+                f"several of them, for example {directory / splits[0]}"
             )
         return []  # the split is a directory
     if "dataset_info.json" not in files or not any(name.endswith(".arrow") for name in files):
@@ -325,15 +323,15 @@ def _in_order(directory: Path, files: Sequence[str]) -> list[str]:
         return sorted({*files} - {"dataset_info.json"})
     state = _facts(directory / "state.json")
     rows = [entry["filename"] for entry in state.get("_data_files", ())]
-    gone = [name for name in rows if name not in files]
-    if gone or state.get("_indices_data_files"):
-        problem = f"{gone[0]} is missing" if gone else "its rows are chosen by a file of indices"
-        raise ConfigError(f"{directory} is a saved dataset, and {problem}: save it again")
+    missing = [name for name in rows if name not in files]
+    if missing or state.get("_indices_data_files"):
+        problem = f"{missing[0]} is missing" if missing else "a file of indices selects its rows"
+        raise ConfigError(f"{directory} is a saved dataset, but {problem}: save it again")
     return rows
 
 
 def _facts(path: Path) -> dict[str, Any]:
-    """A JSON file's object; {} where it holds something else."""
+    """Return the object in a JSON file; {} for other content."""
     try:
         content = json.loads(path.read_bytes())
     except ValueError:
@@ -341,15 +339,15 @@ def _facts(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-# ---- Files that are not what their names say, or say nothing ------------------------------------
+# ---- Content that contradicts the name ----------------------------------------------------------
 
 _HEAD_BYTES = 1 << 16
 _NAMES = {"gz": "gzip", "zst": "zstd"}
 _PLAIN = ("plain JSON", "plain text")
-# How Arrow files begin: the file format, the stream format (no magic number, but a continuation).
+# First bytes of Arrow files: of the file format; of the stream format (it has no magic number).
 ARROW_FILE = b"ARROW1"
 _ARROW_STREAM = b"\xff\xff\xff\xff"
-# How files begin that are not plain UTF-8.
+# First bytes of files that are not plain UTF-8.
 _MAGIC = {
     b"\x1f\x8b": "gzip",
     b"\x28\xb5\x2f\xfd": "zstd",
@@ -362,38 +360,38 @@ _MAGIC = {
     b"\xff\xfe": "UTF-16",
     b"\xfe\xff": "UTF-16",
 }
-_ZST_SKIPPABLE = b"\x2a\x4d\x18"  # bytes 1 to 3 of a frame that holds no data
+_ZST_SKIPPABLE = b"\x2a\x4d\x18"  # bytes 1 to 3 of a frame without data
 
 
 def _require_format(files: Sequence[InputFile]) -> None:
-    """ConfigError for files that would be one document each and hold many, or seem to.
+    """Raise ConfigError for files that would be one document each but seem to contain many.
 
-    The first file of every suffix of every directory is looked at.
+    Checks the first file of every suffix of every directory.
     """
-    looked: set[tuple[str, str]] = set()
+    checked: set[tuple[str, str]] = set()
     for file in files:
         suffix = _suffix_of(file.path)
         key = (str(Path(file.path).parent), suffix)
-        if file.format != "text" or suffix.startswith(".txt") or not file.size or key in looked:
+        if file.format != "text" or suffix.startswith(".txt") or not file.size or key in checked:
             continue
-        looked.add(key)
+        checked.add(key)
         kind = suffix.removeprefix(".").partition(".")[0]
         if kind in _DELIMITERS:
             raise ConfigError(
-                f"{file.path} would be one document (--format text), with all of its rows and the "
-                f"names of its columns; convert it: {_convert(file.path, _DELIMITERS[kind])}"
+                f"{file.path} would be one document (--format text), with all rows and column "
+                f"names; convert it: {_convert(file.path, _DELIMITERS[kind])}"
             )
         with open_stream(file) as stream:
-            found = _seems(stream.read(_HEAD_BYTES), suffix)
-        if found is not None:
+            likely = _seems(stream.read(_HEAD_BYTES), suffix)
+        if likely is not None:
             raise ConfigError(
-                f"{file.path} would be one document, but looks like {found}: say --format {found}, "
-                "or --format text to take every file as one document"
+                f"{file.path} would be one document, but looks like {likely}: give --format "
+                f"{likely}, or --format text to make every file one document"
             )
 
 
 def _convert(path: str, delimiter: str) -> str:
-    """A command line that makes parquet of comma- or tab-separated values."""
+    """Return a command line that converts comma- or tab-separated values to parquet."""
     how = f"c.ParseOptions(delimiter='{delimiter}', newlines_in_values=True)"
     program = (
         "import sys, pyarrow.csv as c, pyarrow.parquet as p; name = sys.argv[1]; "
@@ -403,12 +401,12 @@ def _convert(path: str, delimiter: str) -> str:
 
 
 def _seems(head: bytes, suffix: str) -> Format | None:
-    """The likely content of a file of this suffix; None where it may well be text."""
+    """Return the likely format of a file's content; None if it may be text."""
     if head.startswith(b"PAR1"):
         return "parquet"
     if head.startswith((ARROW_FILE, _ARROW_STREAM)):
         return "arrow"
-    first, newline, rest = head.partition(b"\n")
+    first, newline, second = head.partition(b"\n")
     if not first.startswith(b"{"):
         return None
     if newline or len(head) < _HEAD_BYTES:  # a whole line
@@ -416,33 +414,33 @@ def _seems(head: bytes, suffix: str) -> Format | None:
             json.loads(first)
         except (ValueError, RecursionError):
             return None
-    # One object alone is a document of its own (a notebook, a source map) if its name ends so.
-    return "jsonl" if rest.startswith(b"{") or not suffix else None
+    # A single object in a file with a suffix is one document (a notebook, a source map).
+    return "jsonl" if second.startswith(b"{") or not suffix else None
 
 
 def _require_compression(file: InputFile, head: bytes) -> None:
-    """DataError where a file's first bytes deny its name."""
-    found = _looks(head)
+    """Raise DataError if a file's first bytes contradict its name."""
+    actual = _looks(head)
     wanted = _NAMES.get(file.compression)
-    if found == wanted or (wanted is None and (file.format == "text" or found in _PLAIN)):
+    if actual == wanted or (wanted is None and (file.format == "text" or actual in _PLAIN)):
         return
     if wanted is not None and not head:
-        raise DataError(f"{file.path} is empty, which no {wanted} file is; fetch it again")
+        raise DataError(f"{file.path} is empty: not a {wanted} file; fetch it again")
     problem = f"{file.path} is not {wanted}" if wanted else f"{file.path} is not plain JSON Lines"
-    if found is None:
+    if actual is None:
         raise DataError(f"{problem}; fetch it again")
     bare = file.path.removesuffix(Path(file.path).suffix) if wanted else file.path
     remedy = {
         **dict.fromkeys(_PLAIN, f"rename it to {bare}"),
         "gzip": f"rename it to {bare}.gz",
         "zstd": f"rename it to {bare}.zst",
-        "UTF-16": "convert it to UTF-8, as with iconv -f UTF-16 -t UTF-8",
-    }.get(found, "decompress it, or give it the name of what it is")
-    raise DataError(f"{problem}; it looks like {found}: {remedy}")
+        "UTF-16": "convert it to UTF-8 with iconv -f UTF-16 -t UTF-8",
+    }.get(actual, "decompress it, or rename it")
+    raise DataError(f"{problem}; it looks like {actual}: {remedy}")
 
 
 def _looks(head: bytes) -> str | None:
-    """How bytes at the start of a file look; None where they look like nothing known."""
+    """Return what the first bytes of a file look like; None if unknown."""
     for magic, name in _MAGIC.items():
         if head.startswith(magic):
             return name
@@ -451,7 +449,7 @@ def _looks(head: bytes) -> str | None:
     if head.lstrip()[:1] in (b"{", b"["):
         return "plain JSON"
     try:
-        head[:-4].decode("utf-8")  # a character may be cut at the end
+        head[:-4].decode("utf-8")  # its last character may be cut
     except UnicodeDecodeError:
         return None
     return "plain text"
@@ -460,16 +458,15 @@ def _looks(head: bytes) -> str | None:
 # ---- The bytes of a file, decompressed ----------------------------------------------------------
 
 _ZST_WINDOW_BYTES = 1 << 31
-_ZST_REPEATED = 1  # kind of a block: one byte, many times
+_ZST_REPEATED = 1  # kind of a block: one repeated byte
 
 
 @contextlib.contextmanager
 def open_stream(file: InputFile) -> Iterator[BinaryIO]:
-    """The decompressed bytes of a file.
+    """Open a file; yield a stream of its decompressed bytes.
 
-    Raises:
-        DataError: it is damaged, truncated, not the file that was planned, or not what its name
-            says. Damage may show only while it is read.
+    Raises DataError if the file is damaged or truncated (perhaps only while it is read), was
+    changed since it was planned, or has another format than its name says.
     """
     with Path(file.path).open("rb") as raw:
         require_unchanged(file, os.fstat(raw.fileno()))
@@ -482,7 +479,7 @@ def open_stream(file: InputFile) -> Iterator[BinaryIO]:
             damage = (EOFError, zlib.error, gzip.BadGzipFile)
         elif file.compression == "zst":
             zstandard = require("zstandard", f"reading {file.path}")
-            # Corpora are packed with --long, whose windows the library refuses unless told.
+            # By default, the library refuses the large windows of zstd --long.
             decompressor = zstandard.ZstdDecompressor(max_window_size=_ZST_WINDOW_BYTES)
             frames = _WholeFrames(raw, file.path)
             stream = decompressor.stream_reader(frames, read_across_frames=True, closefd=False)
@@ -496,11 +493,11 @@ def open_stream(file: InputFile) -> Iterator[BinaryIO]:
 
 
 def require_unchanged(file: InputFile, facts: os.stat_result) -> None:
-    """DataError unless a file is the one whose pieces were planned."""
+    """Raise DataError if a file changed since its pieces were planned."""
     if (facts.st_size, facts.st_mtime_ns) != (file.size, file.mtime_ns):
         raise DataError(
             f"{file.path} changed after the build was planned ({file.size:,} bytes then, "
-            f"{facts.st_size:,} now); run the command again when nothing writes to it"
+            f"{facts.st_size:,} now); run the command again once no program writes to it"
         )
 
 
@@ -508,7 +505,7 @@ def input_digest(file: InputFile) -> str | None:
     """Return xxh3-128 of the bytes of an input; None if the file changed since it was planned.
 
     Finished builds are recognized by it: a path may be written in several ways, and copying or
-    touching a file changes its time of modification.
+    touching a file changes its modification time.
     """
     digest = xxhash.xxh3_128()
     try:
@@ -522,9 +519,9 @@ def input_digest(file: InputFile) -> str | None:
 
 
 class _WholeFrames:
-    """The compressed bytes of a .zst, followed frame by frame and block by block as they are read.
+    """Raw stream of a .zst that follows its frames and blocks while they are read.
 
-    zstandard takes a file that ends inside a frame for a complete one; here that is a DataError.
+    zstandard accepts a file that ends inside a frame as complete; this stream raises DataError.
     """
 
     def __init__(self, raw: BinaryIO, path: str) -> None:
@@ -539,18 +536,18 @@ class _WholeFrames:
         between_frames = self._next == _BETWEEN_FRAMES and not self._header
         if not data and size and not between_frames:
             raise DataError(f"{self._path} is truncated (it ends inside a frame); fetch it again")
-        at = 0
-        while at < len(data):
+        position = 0
+        while position < len(data):
             skipped, length = self._next
             if skipped:
-                step = min(skipped, len(data) - at)
+                step = min(skipped, len(data) - position)
                 self._next = (skipped - step, length)
             else:
-                step = min(length - len(self._header), len(data) - at)
-                self._header += data[at : at + step]
+                step = min(length - len(self._header), len(data) - position)
+                self._header += data[position : position + step]
                 if len(self._header) == length:
                     self._next, self._header = self._layout.send(self._header), b""
-            at += step
+            position += step
         return data
 
 
@@ -558,12 +555,12 @@ _BETWEEN_FRAMES = (0, 5)
 
 
 def _zst_layout() -> Generator[tuple[int, int], bytes, None]:
-    """Where the headers of a .zst stand (RFC 8878): yields (bytes to skip, bytes of a header), and
-    is sent that header. What is no frame at all is left to the decompressor to refuse.
+    """Locate the headers of a .zst (RFC 8878): yield (bytes to skip, bytes of a header); receive
+    the header. Invalid frames are left to the decompressor.
     """
     skipped = 0
     while True:
-        # Magic number, and the byte that says how long the rest of the header is.
+        # Magic number, and the byte that determines the length of the remaining header.
         header = yield skipped, _BETWEEN_FRAMES[1]
         if header[1:4] == _ZST_SKIPPABLE:
             skipped = int.from_bytes(header[4:] + (yield 0, 3), "little")

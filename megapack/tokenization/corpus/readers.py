@@ -1,12 +1,12 @@
 """Input files -> shards of pieces -> blocks of documents.
 
-- plan_shards: what one worker reads from start to end and writes as one dataset. Bounds depend on
-  the files and on ``shard_bytes``, never on the number of workers or machines
-- read_blocks: the documents of pieces, of whatever format; tables are read by tables.py
-- line_blocks: whole lines from streams that may be large, or entered in the middle
+- plan_shards: shards; one worker reads a shard and writes it as one dataset. Their bounds depend on
+  the files and ``shard_bytes``, never on the number of workers or machines
+- read_blocks: the documents of pieces of any format (tables.py reads tables)
+- line_blocks: whole lines of a range of bytes of a stream
 
 A file of 3 lines of 40 bytes, in shards of 50 bytes: the pieces are bytes [0, 50), [50, 100) and
-[100, 120), and a line belongs to the piece in which it begins, at byte 0, 40 or 80:
+[100, 120). A line belongs to the piece in which it begins, at byte 0, 40 or 80:
 
     [block.strings() for shard in shards for block in read_blocks(shard.pieces, options, faults)]
     # -> [["first", "second"], ["third"]]; no line begins in the last piece
@@ -40,7 +40,7 @@ from megapack.tokenization.corpus.documents import (
 from megapack.tokenization.corpus.inputs import TABLES, InputFile, Piece, open_stream
 from megapack.tokenization.corpus.tables import open_table, read_table
 
-# Text grows by about this much when it is decompressed; only the balance of shards rests on it.
+# Approximate growth of text by decompression. It only affects the balance of shards.
 _EXPANSION = {"": 1, "gz": 3, "zst": 3}
 
 MIN_SHARD_BYTES = 1 << 20
@@ -50,25 +50,24 @@ _WANTED_SHARDS = 64
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Consecutive pieces of the corpus, of about ``num_bytes`` of text."""
+    """Consecutive pieces of the corpus with about ``num_bytes`` of text."""
 
     pieces: tuple[Piece, ...]
     num_bytes: int
 
 
 def default_shard_bytes(files: Sequence[InputFile]) -> int:
-    """A power of two that gives about 64 shards, between 1 MiB and 256 MiB."""
+    """Return a power of two that gives about 64 shards, between 1 MiB and 256 MiB."""
     total = sum(file.size * _EXPANSION[file.compression] for file in files)
     wanted = 1 << max(0, (total // _WANTED_SHARDS)).bit_length()
     return min(max(wanted, MIN_SHARD_BYTES), _MAX_SHARD_BYTES)
 
 
 def plan_shards(files: Sequence[InputFile], *, shard_bytes: int, json_key: str) -> list[Shard]:
-    """Share out ``files``, in order, into shards of about ``shard_bytes``.
+    """Divide ``files``, in order, into shards of about ``shard_bytes``.
 
-    Plain JSON Lines are cut at any byte (readers go on to the next line), parquet between row
-    groups, Arrow between record batches; other files are not cut, so a shard may be larger than
-    asked for.
+    Plain JSON Lines are cut at any byte (readers move to the next line), parquet between row
+    groups, Arrow between record batches. Other files are not cut, so a shard may be larger.
 
     Raises:
         ConfigError: ``shard_bytes`` is not positive.
@@ -80,17 +79,17 @@ def plan_shards(files: Sequence[InputFile], *, shard_bytes: int, json_key: str) 
     pieces: list[Piece] = []
     filled = 0
     for file in files:
-        left = _parts(file, json_key)
-        while left:
-            piece, weight = left.pop()
+        remaining = _parts(file, json_key)
+        while remaining:
+            piece, weight = remaining.pop()
             if file.format == "jsonl" and not file.compression:
                 cut = min(piece.end, piece.begin + shard_bytes - filled)
                 if cut < piece.end:
-                    left.append((piece._replace(begin=cut), piece.end - cut))
+                    remaining.append((piece._replace(begin=cut), piece.end - cut))
                 piece, weight = piece._replace(end=cut), cut - piece.begin
             last = pieces[-1] if pieces else None
             if last is not None and (last.file, last.end) == (file, piece.begin):
-                pieces[-1] = last._replace(end=piece.end)  # groups of rows that follow each other
+                pieces[-1] = last._replace(end=piece.end)  # consecutive groups of rows
             else:
                 pieces.append(piece)
             filled += weight
@@ -101,7 +100,7 @@ def plan_shards(files: Sequence[InputFile], *, shard_bytes: int, json_key: str) 
 
 
 def _parts(file: InputFile, json_key: str) -> list[tuple[Piece, int]]:
-    """The parts of a file that stay whole, with their bytes of text; the last one first."""
+    """Return the indivisible parts of a file and their bytes of text, the last part first."""
     if file.format in TABLES:
         with open_table(file) as table:
             weights = table.group_bytes(json_key)
@@ -114,10 +113,10 @@ def _parts(file: InputFile, json_key: str) -> list[tuple[Piece, int]]:
 def read_blocks(
     pieces: Iterable[Piece], options: ReadOptions, faults: Faults
 ) -> Iterator[TextBlock]:
-    """The documents of ``pieces``, in order, as blocks without empty or invalid documents.
+    """Yield the documents of ``pieces``, in order, as blocks without empty or invalid documents.
 
     Raises:
-        DataError: a fault, where ``faults`` does not skip; a damaged file.
+        DataError: a damaged file; a faulty document that ``faults`` does not skip.
         OSError: a file cannot be read.
     """
     for is_text, group in itertools.groupby(pieces, lambda piece: piece.file.format == "text"):
@@ -129,7 +128,7 @@ def read_blocks(
             yield from read(piece, options, faults)
 
 
-# ---- Files of which each is one document --------------------------------------------------------
+# ---- Text files: one document each --------------------------------------------------------------
 
 _BOM = b"\xef\xbb\xbf"
 
@@ -170,7 +169,7 @@ def _read_text(file: InputFile, options: ReadOptions, faults: Faults) -> bytes |
         return None
     text = b"".join(parts)
     if b"\0" in text:
-        faults.record("NUL bytes", place, "it is binary, or UTF-16 and wants iconv -t UTF-8")
+        faults.record("NUL bytes", place, "it is binary, or UTF-16: convert it with iconv -t UTF-8")
         return None
     return text.removeprefix(_BOM)
 
@@ -188,13 +187,13 @@ _LINE_FAULTS = (
     "no split key",
 )
 
-_WANTED = "one object per line is wanted, as jq -c '.[]' writes an array"
-_SHOWN = 8  # keys, where the one that was asked for is not there
+_WANTED = "each line must be an object: convert an array with jq -c '.[]'"
+_SHOWN = 8  # keys in a message about a missing key
 
 
 def read_jsonl_blocks(piece: Piece, options: ReadOptions, faults: Faults) -> Iterator[TextBlock]:
     """The documents of a piece, a block of lines at a time. Raises as ``read_blocks``."""
-    # Inside a compressed file a byte position leads nowhere; count lines there instead.
+    # A byte position is useless in a compressed file: count lines.
     counts_lines = bool(piece.file.compression)
     locate = functools.partial(Place, piece.file.path, "line" if counts_lines else "byte")
     lines_before = 0
@@ -225,11 +224,11 @@ def read_jsonl_blocks(piece: Piece, options: ReadOptions, faults: Faults) -> Ite
                 positions = np.arange(1, len(status) + 1) + lines_before
                 lines_before += len(status)
             block = TextBlock(text, offsets, positions, locate)
-            if options.beside:
-                block = _with_values_beside(block, lines, options.beside)
+            if options.extra_keys:
+                block = _with_extra_values(block, lines, options.extra_keys)
             if options.weights_key is not None:
-                said = _values(block, lines, options.weights_key, "any")[0].strings()
-                block = dataclasses.replace(block, weights=said)
+                weights = _values(block, lines, options.weights_key, "any")[0].strings()
+                block = dataclasses.replace(block, weights=weights)
             if options.split_key is not None:
                 keys, no_key = _values(block, lines, options.split_key, "scalars")
                 block = dataclasses.replace(block, hashes=keys.text_hashes())
@@ -245,8 +244,8 @@ def read_jsonl_blocks(piece: Piece, options: ReadOptions, faults: Faults) -> Ite
             rows_of = {
                 fault: np.flatnonzero(status == i) for i, fault in enumerate(_LINE_FAULTS, 1)
             }
-            found = [(int(rows[0]), fault) for fault, rows in rows_of.items() if len(rows)]
-            for _, fault in sorted(found):  # the first line that stops the build comes first
+            first_rows = [(int(rows[0]), fault) for fault, rows in rows_of.items() if len(rows)]
+            for _, fault in sorted(first_rows):  # report the first faulty line
                 faults.record_rows(fault, rows_of[fault], block.place, detail)
             yield block.select(status == 0).checked(faults, known_utf8=True)
 
@@ -254,16 +253,16 @@ def read_jsonl_blocks(piece: Piece, options: ReadOptions, faults: Faults) -> Ite
 def _values(
     block: TextBlock, lines: NDArray[np.uint8], key: str, kind: str
 ) -> tuple[TextBlock, NDArray[np.bool_]]:
-    """The values of another key of the block's lines, and which lines have none."""
+    """Return the values of another key of the block's lines, and a mask of lines without it."""
     text, offsets, status, _ = _core.extract_jsonl(lines, key, kind)
     return dataclasses.replace(block, text=text, offsets=offsets), status != 0
 
 
-def _with_values_beside(
-    block: TextBlock, lines: NDArray[np.uint8], beside: tuple[tuple[str, str], ...]
+def _with_extra_values(
+    block: TextBlock, lines: NDArray[np.uint8], extra_keys: tuple[tuple[str, str], ...]
 ) -> TextBlock:
-    """The block, conversations as objects where their lines have more to say."""
-    values = {name: _values(block, lines, key, "any")[0].strings() for name, key in beside}
+    """Return the block with conversations as objects if a line has one of ``extra_keys``."""
+    values = {name: _values(block, lines, key, "any")[0].strings() for name, key in extra_keys}
     if not {"", "null"}.issuperset(itertools.chain(*values.values())):
         chats = TextBlock.of_texts(chats_of(block.strings(), values))
         block = dataclasses.replace(block, text=chats.text, offsets=chats.offsets)
@@ -271,24 +270,24 @@ def _with_values_beside(
 
 
 def _line_detail(line: bytes, options: ReadOptions) -> str:
-    """Message of Python's own parser about a line that was refused."""
+    """Explain why a line was refused, in the words of Python's JSON parser."""
     try:
         record = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         return f"{error}; {_WANTED}" if line.strip() in (b"[", b"{") else str(error)
     if not isinstance(record, dict):
-        return f"the line holds {json_kind(record)}; {_WANTED}"
+        return f"the line is {json_kind(record)}; {_WANTED}"
     for key, option in options.keys().items():
         if key_path(record, key) is None:
             names = ", ".join(sorted(key_names(record))[:_SHOWN]) or "none"
-            return f"there is no key {key!r} among: {names}; see {option}"
-    found: object = record
+            return f"key {key!r} is missing among: {names}; see {option}"
+    value: object = record
     for name in key_path(record, options.json_key) or ():
-        found = found[name]  # type: ignore[index]
+        value = value[name]  # type: ignore[index]
     wanted = list if options.values == "lists" else str
-    if not isinstance(found, wanted):
-        return f"{options.json_key!r} holds {json_kind(found)}, not {json_kind(wanted())}"
-    return "it holds half of a surrogate pair, values over 900 deep, or no scalar as split key"
+    if not isinstance(value, wanted):
+        return f"{options.json_key!r} is {json_kind(value)}, not {json_kind(wanted())}"
+    return "it has half of a surrogate pair, over 900 nested values, or a split key without scalar"
 
 
 _SEARCH_BYTES = 1 << 16
@@ -303,19 +302,19 @@ def line_blocks(
     max_line_bytes: int,
     on_long_line: Callable[[int], None],
 ) -> Iterator[tuple[int, bytes]]:
-    """Blocks ``(position, data)`` of whole lines, in order; ``position`` is data's first byte.
+    """Yield blocks ``(position, data)`` of whole lines; ``position`` is that of data's first byte.
 
-    The lines given are those that start in bytes ``[begin, end)``, so that consecutive ranges
-    share out a file whatever their bounds. A byte order mark at the start of the file is dropped.
+    Yields the lines that start in bytes ``[begin, end)``: each line of a file belongs to one of
+    consecutive ranges. A byte order mark at the start of the file is dropped.
 
     Args:
-        stream: positioned anywhere; a ``begin`` above 0 needs it seekable.
-        end: None is the end of the file.
-        block_bytes: about the size of a block; a line that is longer makes its block longer.
-        max_line_bytes: a longer line is left out, and ``on_long_line(position)`` is called.
+        stream: seekable if ``begin`` is above 0.
+        end: None: the end of the file.
+        block_bytes: approximate size of a block; a longer line makes its block longer.
+        max_line_bytes: a longer line is dropped; ``on_long_line(position)`` is called.
     """
-    position = _line_start(stream, begin)  # of the line that is pending
-    parts: list[bytes] = []  # of the pending line; joined once, when its end is seen
+    position = _line_start(stream, begin)  # of the pending line
+    parts: list[bytes] = []  # of the pending line, joined when its end is read
     pending = 0
     while end is None or position < end:
         chunk = stream.read(block_bytes)
@@ -345,12 +344,12 @@ def line_blocks(
         yield _without_bom(position, b"".join(parts))
 
 
-def _whole_lines(chunk: bytes, room: int | None) -> int:
-    """The length of the whole lines of ``chunk`` that start in its first ``room`` bytes."""
-    if room is not None and len(chunk) >= room:
-        if room <= 0:
+def _whole_lines(chunk: bytes, limit: int | None) -> int:
+    """Return the length of the whole lines of ``chunk`` that start in its first ``limit`` bytes."""
+    if limit is not None and len(chunk) >= limit:
+        if limit <= 0:
             return 0
-        last = chunk.find(b"\n", room - 1)
+        last = chunk.find(b"\n", limit - 1)
         if last >= 0:
             return last + 1
     return chunk.rfind(b"\n") + 1
@@ -363,7 +362,7 @@ def _without_bom(position: int, data: bytes) -> tuple[int, bytes]:
 
 
 def _line_start(stream: BinaryIO, begin: int) -> int:
-    """Where the first line at or behind ``begin`` starts; the stream is left there."""
+    """Move the stream to the first line that starts at ``begin`` or later; return its position."""
     if begin == 0:
         return 0
     position = stream.seek(begin - 1)

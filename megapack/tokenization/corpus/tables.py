@@ -1,10 +1,10 @@
 """Documents of parquet and Arrow files: a column of strings, or of lists of messages.
 
-Both are tables in consecutive groups of rows, of which a piece holds some: the row groups of
-parquet, the record batches of Arrow (its file format and its stream format alike).
+Both formats are tables in consecutive groups of rows: the row groups of parquet, the record batches
+of Arrow (its file format and its stream format). A piece is a range of groups.
 
-- open_table: a file as a Table, which says how many bytes a group has and gives its rows
-- read_table: the documents of a piece, a block of rows at a time
+- open_table: a file as a Table: bytes and rows of its groups
+- read_table: the documents of a piece, block by block
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megapack.tokenization.corpus.inputs import ARROW_FILE, InputFile, Piece, re
 _TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
 _LIST_TYPES = ("list<", "large_list<", "list_view<", "large_list_view<", "fixed_size_list<", "null")
 _END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
-_SHOWN = 8  # columns, where the one that was asked for is not there
+_SHOWN = 8  # columns in a message about a missing column
 
 
 class Table(Protocol):
@@ -46,37 +46,41 @@ class Table(Protocol):
     schema: Any  # of pyarrow
 
     def group_bytes(self, key: str) -> list[int]:
-        """Bytes of a column in every group, uncompressed, approximately."""
+        """Return the approximate uncompressed bytes of a column in every group."""
 
     def batches(
         self, begin: int, end: int, columns: Sequence[str], block_bytes: int
     ) -> Iterator[tuple[int, Any]]:
-        """The rows of groups ``[begin, end)``, about ``block_bytes`` at a time: the number of the
-        first row in the file, and a record batch of the columns (``a.b`` is field b of a struct).
+        """Yield the rows of groups ``[begin, end)``, about ``block_bytes`` at a time: the index of
+        the first row in the file, and a record batch of the columns (``a.b`` is field b of a
+        struct).
         """
 
 
 def read_table(piece: Piece, options: ReadOptions, faults: Faults) -> Iterator[TextBlock]:
-    """The documents of a range of groups, a block of rows at a time."""
+    """Yield the documents of a range of groups."""
     path = piece.file.path
     locate = functools.partial(Place, path, "row")
     with open_table(piece.file) as table:
         fields = _fields(table.schema)
         columns = [_column_path(table.schema, fields, *key, path) for key in options.keys().items()]
-        found = {name: key_path(fields, key) for name, key in options.beside}
-        beside = {name: column for name, column in found.items() if column is not None}
+        paths = {name: key_path(fields, key) for name, key in options.extra_keys}
+        extra = {name: column for name, column in paths.items() if column is not None}
         weights = group = None
         if options.weights_key is not None:
             weights = key_path(fields, options.weights_key)
         if options.group_key is not None:
             group = _column_path(table.schema, fields, options.group_key, "--group-key", path)
-        read = [*columns, *beside.values(), *filter(None, (weights, group))]
+        read = [*columns, *extra.values(), *filter(None, (weights, group))]
         names = [".".join(column) for column in read]
         for row, batch in table.batches(piece.begin, piece.end, names, options.block_bytes):
             column = _column(batch, columns[0])
             if options.values == "lists":
-                more = {name: _as_json(_column(batch, of)) for name, of in beside.items()}
-                column = _chats(column, more, options.json_key, path)
+                values = {
+                    name: _as_json(_column(batch, path_in_batch))
+                    for name, path_in_batch in extra.items()
+                }
+                column = _chats(column, values, options.json_key, path)
             text, offsets, missing = _arrow_text(column, options.json_key, path)
             block = TextBlock(text, offsets, np.arange(len(offsets) - 1) + row, locate)
             if weights is not None:
@@ -95,7 +99,7 @@ def read_table(piece: Piece, options: ReadOptions, faults: Faults) -> Iterator[T
 
 @contextlib.contextmanager
 def open_table(file: InputFile) -> Iterator[Table]:
-    """The table in a parquet or Arrow file. Damage is a DataError that names the file."""
+    """Open a parquet or Arrow file as a table. Raises DataError if it is damaged."""
     pyarrow = require("pyarrow", f"reading {file.path}")
     require_unchanged(file, Path(file.path).stat())
     is_parquet = file.format == "parquet"
@@ -121,7 +125,7 @@ class _Parquet:
         self.close = self._file.close
 
     def group_bytes(self, key: str) -> list[int]:
-        # With all that is nested in the column.
+        # Include columns nested in this one.
         return [
             sum(
                 int(column.total_uncompressed_size)
@@ -156,7 +160,7 @@ class _Arrow:
         if not self._is_file:
             size = self._data.size()
             end = self._data.read_at(len(_END_OF_STREAM), max(0, size - len(_END_OF_STREAM)))
-            if end != _END_OF_STREAM:  # a reader would take what is there for everything
+            if end != _END_OF_STREAM:  # a reader would accept the truncated file
                 raise pyarrow.ArrowInvalid("it is truncated: its stream has no end")
         self.schema = self._open().schema
 
@@ -167,7 +171,7 @@ class _Arrow:
         return opener(self._data, options=how)
 
     def _groups(self, columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
-        """Every record batch, with the number of its first row."""
+        """Yield every record batch with the index of its first row."""
         whole = {name if name in self.schema.names else name.partition(".")[0] for name in columns}
         fields = [i for i, name in enumerate(self.schema.names) if name in whole]
         reader = self._open(included_fields=fields)
@@ -191,7 +195,7 @@ class _Arrow:
 
 
 def _fields(schema: Any) -> dict[str, Any]:
-    """The columns by name; the fields of structs below them."""
+    """Return columns by name; fields of structs are nested."""
     is_struct = require("pyarrow", "reading a table").types.is_struct
     return {f.name: _fields(f.type) if is_struct(f.type) else None for f in schema}
 
@@ -199,19 +203,19 @@ def _fields(schema: Any) -> dict[str, Any]:
 def _column_path(
     schema: Any, fields: dict[str, Any], key: str, option: str, path: str
 ) -> list[str]:
-    """The column's name, behind those of the structs in which it lies."""
+    """Return the names of the structs that contain a column, then its own."""
     names = key_path(fields, key)
     if names is None:
         known = ", ".join(key_names(fields)[:_SHOWN])
         for folder in PurePath(path).parts[:-1]:
             if folder.startswith(f"{key}="):
                 raise DataError(
-                    f"{path}: {key!r} is a folder of the path ({folder}) and no column of the "
+                    f"{path}: {key!r} is a folder of the path ({folder}), not a column of the "
                     f"file; give {option} one of: {known}"
                 )
-        raise DataError(f"{path}: there is no column {key!r} among: {known}; see {option}")
+        raise DataError(f"{path}: column {key!r} is missing among: {known}; see {option}")
     if schema.names.count(names[0]) > 1:
-        raise DataError(f"{path}: there is more than one column {names[0]!r}; name them apart")
+        raise DataError(f"{path}: there are several columns {names[0]!r}; rename all but one")
     return names
 
 
@@ -225,39 +229,39 @@ def _column(batch: Any, names: Sequence[str]) -> Any:
 
 
 def _as_json(column: Any) -> list[str]:
-    """Every value as .jsonl has it; what JSON has no value for (a time, bytes) as a string."""
+    """Return each value as JSON; values without a JSON type (times, bytes) as strings."""
 
-    def text(value: object) -> str:  # half of a surrogate pair is a fault, found where it is read
+    def text(value: object) -> str:  # invalid UTF-8 becomes surrogates, which readers report
         return value.decode(errors="surrogateescape") if isinstance(value, bytes) else str(value)
 
     return [json.dumps(value, default=text) for value in column.to_pylist()]
 
 
-def _chats(column: Any, beside: dict[str, list[str]], key: str, path: str) -> Any:
-    """Lists of messages as JSON, the form in which .jsonl has them; null where there is none."""
+def _chats(column: Any, extra: dict[str, list[str]], key: str, path: str) -> Any:
+    """Return conversations as JSON, as in .jsonl; null if a row has none."""
     pyarrow = require("pyarrow", f"reading {path}")
     if not str(column.type).startswith(_LIST_TYPES):
         raise DataError(
-            f"{path}: column {key!r} holds {column.type}; it must hold lists of messages"
+            f"{path}: column {key!r} has type {column.type}; it must have lists of messages"
         )
-    said = ["" if row == "null" else row for row in _as_json(column)]
-    chats = [chat or None for chat in chats_of(said, beside)]
+    messages = ["" if row == "null" else row for row in _as_json(column)]
+    chats = [chat or None for chat in chats_of(messages, extra)]
     return pyarrow.array(chats, pyarrow.large_string())
 
 
 def _arrow_text(
     array: Any, key: str, path: str
 ) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.bool_]]:
-    """(text, offsets, missing) of an arrow array; text is a view where it can be."""
+    """Return (text, offsets, missing) of an arrow array; text is a view if possible."""
     pyarrow = require("pyarrow", f"reading {path}")
     if str(array.type) not in (*_TEXT_TYPES, "null"):  # null: no row has a value
-        raise DataError(f"{path}: column {key!r} holds {array.type}; it must hold strings")
+        raise DataError(f"{path}: column {key!r} has type {array.type}; it must have strings")
     array = array.cast(pyarrow.large_binary())
     missing = np.array(array.is_null())
     if missing.any():
         array = array.fill_null(b"")
     _, bounds, data = array.buffers()
-    if bounds is None:  # an array without rows
+    if bounds is None:  # no rows
         return np.zeros(0, np.uint8), np.zeros(1, np.int64), missing
     offsets = np.frombuffer(bounds, np.int64)[array.offset : array.offset + len(array) + 1]
     text = np.frombuffer(data, np.uint8) if data is not None else np.zeros(0, np.uint8)
@@ -265,7 +269,7 @@ def _arrow_text(
 
 
 def _hashes(column: Any) -> tuple[NDArray[np.uint64], NDArray[np.bool_]]:
-    """Hashes of a column's values as .jsonl has them, and which rows have none (or no scalar)."""
+    """Return hashes of values, equal to those of .jsonl, and a mask of rows without a scalar."""
     values = column.to_pylist()
     missing = np.array([v is None or isinstance(v, list | dict) for v in values], np.bool_)
     texts = [str(v).lower() if isinstance(v, bool) else v for v in values]

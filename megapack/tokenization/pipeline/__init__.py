@@ -1,9 +1,7 @@
 """Shards -> one dataset.
 
-- plan: what is asked for (BuildConfig), and what is done: decided before the first shard, the same
-  value for every worker
-- workspace: where shards lie, and whose they are; whether the disk holds them
-- worker: a shard becomes a dataset of its own here, with a record that says it is whole; who does
-  it: ``megapack.executors``
-- run: ``preview`` and ``build``; the shards become the dataset here
+- plan: the options (BuildConfig) and all decisions that follow from them, the same for all workers
+- workspace: the directory of the shards, its locks and records; disk space
+- worker: builds one shard, a dataset with a record; ``megapack.executors`` runs workers
+- run: ``preview`` and ``build``; joins the shards
 """

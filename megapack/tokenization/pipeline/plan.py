@@ -1,11 +1,10 @@
-"""What a build is asked to do, and what it does: decided before its first shard.
+"""The options of a build, and all decisions that follow from them, made before its first shard.
 
-- BuildConfig: what the user says; every field is checked as soon as it is said
+- BuildConfig: the options; each is checked at once
 - make_plan: decides everything that a BuildConfig leaves open
-- Plan: the same value for every worker on every machine, which executes it as it is. Its digest
-  covers whatever decides an id or a byte, so two builds of one digest make the same shards, and
-  shards of two digests never meet
-- differences: what changed from one plan to another, in words
+- Plan: the decisions, equal on every worker and machine. Its digest covers everything that affects
+  an id or a byte: builds of one digest make equal shards; shards of two digests are never joined
+- differences: readable changes from one plan to another
 
     config = BuildConfig(inputs=("x.jsonl",), tokenizer="bytes", output_prefix="out")
     plan = make_plan(config, find_inputs(config.inputs), note=print)
@@ -44,72 +43,72 @@ from megapack.tokenization.tokenizers.tokenizer import (
     library_versions,
 )
 
-# Fields that decide who does the work and where it lies, not what comes out.
+# Fields that affect who does the work and where the files are, not the result.
 _EXECUTION = frozenset(
     ("output_prefix", "workers", "executor", "ray_address", "part", "finish", "block_bytes")
     + ("worker_memory", "keep_shards", "overwrite")
 )
-# Fields whose options have another name.
+# Fields whose option has another name.
 OPTIONS = {"inputs": "input", "suffixes": "suffix"}
 
 
 def ending_of(name: str) -> str:
-    """What ends a stream or prefix that stands beside one of tokens; "": it is of tokens."""
+    """Return the suffix of a stream or prefix of labels, weights or groups; "" for tokens."""
     return next((end for end in BESIDE if name.endswith(end)), "")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuildConfig:
-    """Text to documents: what goes in, what is done with it, who does it.
+    """Options of a build.
 
-    The bytes of the result depend on the first three groups and the input files only.
+    The bytes of the result depend on the first three groups and on the input files only.
     """
 
-    # What goes in.
+    # Input.
     inputs: tuple[str, ...]
-    suffixes: tuple[str, ...] = ()  # taken from directories; () is every known data suffix
+    suffixes: tuple[str, ...] = ()  # of files in directories; (): all known data suffixes
     format: Format | None = None  # None: by suffix
     json_key: str = "text"  # also the column of a table
-    messages_key: str | None = None  # instead of json_key: the documents are conversations
-    weights_key: str | None = None  # of the loss weights of a text's tokens
-    group_key: str | None = None  # documents of equal values belong together
+    messages_key: str | None = None  # replaces json_key: documents are conversations
+    weights_key: str | None = None  # loss weights of a text's tokens
+    group_key: str | None = None  # documents with equal values form a group
     max_input_bytes: int | None = None  # whole files only
     max_document_bytes: int = 1 << 30
     on_error: OnError = "fail"
     min_words: int | None = None
     max_words: int | None = None
 
-    # What tokens they become.
+    # Tokens.
     tokenizer: str
     backend: str = "auto"
-    verify_fraction: float = 0.0  # of documents encoded again by the reference
+    verify_fraction: float = 0.0  # fraction of documents that the reference encodes again
     append_eod: bool = False
     prepend_bos: bool = False
     eod_token: str | int | None = None  # a name or an id
     bos_token: str | int | None = None
-    special_tokens: Literal["ids", "text"] = "ids"  # what special tokens in a text become
+    special_tokens: Literal["ids", "text"] = "ids"  # how special tokens in a text are encoded
     dtype: Literal["auto", "uint16", "int32"] = "auto"
     chat_format: Literal["template", "headers"] = "template"
     chat_loss: ChatLoss | None = None  # None: content with a template, turn with headers
-    tools_key: str = "tools"  # of a conversation; "": it has none
+    tools_key: str = "tools"  # of a conversation; "": ignore tools
     template_variables: tuple[str, ...] = ()  # NAME (a key of documents), NAME=JSON or NAME= (none)
 
-    # What comes out.
+    # Output.
     output_prefix: str
     split: str | None = None  # "98,1,1"
     split_by: Literal["order", "hash"] = "order"
-    split_key: str | None = None  # hash this key instead of the text
+    split_key: str | None = None  # hash the value of this key, not the text
     label_names: Literal["megapack", "neox"] = "megapack"
     shard_bytes: int | None = None
 
-    # Who does it.
+    # Execution.
     workers: int = 1
     executor: Literal["local", "ray"] = "local"
     ray_address: str | None = None
-    part: tuple[int, int] | None = None  # (i, n): the shards i, i + n, ... are this machine's
+    part: tuple[int, int] | None = None  # (i, n): this machine builds shards i, i + n, ...
     finish: bool = False  # join shards that other machines built
     block_bytes: int = 4 << 20
-    worker_memory: int = 2 << 30  # bytes, above which a worker drops its tokenizer's cache
+    worker_memory: int = 2 << 30  # bytes above which a worker drops its tokenizer's cache
     keep_shards: bool = False
     overwrite: bool = False
 
@@ -131,35 +130,35 @@ class BuildConfig:
     def _contradictions(self) -> Iterator[str]:
         few, many, chat = self.min_words, self.max_words, self.messages_key is not None
         if any(map(is_remote, self.inputs)):
-            yield "inputs are files of this machine: copy what lies at addresses first"
+            yield "inputs must be local files: copy remote files to this machine first"
         if self.part is not None and self.finish:
             yield "--part builds one part, --finish joins all parts; give one of them"
         if is_remote(self.output_prefix) and (
             self.part is not None or self.finish or self.executor == "ray"
         ):
             yield (
-                f"parts of {self.output_prefix} would be built on several machines, of which none "
-                "sees what the others did: build under a local prefix that all of them see, and "
-                "copy the result with `megapack-build upload`"
+                f"several machines cannot build parts of the remote {self.output_prefix}: build "
+                "under a prefix on a file system that they share, and copy the result with "
+                "`megapack-build upload`"
             )
         if few is not None and many is not None and few > many:
-            yield f"--min-words {few} is above --max-words {many}: no document has both"
+            yield f"--min-words {few} is above --max-words {many}: no document can pass"
         if chat and (few is not None or many is not None):
-            yield "conversations have no --min-words and --max-words"
+            yield "--min-words and --max-words are for text: leave them or --messages-key out"
         if chat and self.verify_fraction > 0:
             yield "--verify-fraction is for text; chat templates are always run by the reference"
         if self.template_variables and not (chat and self.chat_format == "template"):
             yield (
-                "--template-variables are for chat templates; give --messages-key, and no "
+                "--template-variables are for chat templates: give --messages-key, and leave out "
                 "--chat-format headers"
             )
         if self.split_key is not None and (self.split is None or self.split_by != "hash"):
             yield "--split-key needs --split and --split-by hash"
         if self.weights_key is not None and (chat or self.backend.startswith("gigatoken")):
             yield (
-                "--weights-key is for text, and needs to know where in it a token stands: leave "
-                "out --messages-key (--chat-loss says what is learned of conversations) and "
-                "--backend gigatoken"
+                "--weights-key is for text, and needs a backend that reports the characters of a "
+                "token: leave out --messages-key (--chat-loss chooses the loss of conversations) "
+                "and --backend gigatoken"
             )
         if self.special_tokens == "text" and (chat or self.backend == "gigatoken"):
             yield (
@@ -176,7 +175,8 @@ class BuildConfig:
 
     @property
     def outputs(self) -> dict[str, str]:
-        """The datasets a build makes: stream (``""``, ``"_valid"``, ``"_valid.labels"``) -> prefix.
+        """Datasets that the build makes: stream (``""``, ``"_valid"``, ``"_valid.labels"``) ->
+        prefix.
 
         GPT-NeoX names the tokens ``<prefix>_<key>_document`` and the labels
         ``<prefix>_<key>_label_document``.
@@ -201,7 +201,7 @@ class BuildConfig:
         return outputs
 
     def command(self) -> str:
-        """A command line that builds the same dataset."""
+        """Return a command line that builds the same dataset."""
         words = ["megapack-build", "tokenize", "--input", *self.inputs]
         words += ["--output-prefix", self.output_prefix]
         for field in dataclasses.fields(self):
@@ -223,28 +223,28 @@ _UINT16_VOCABULARY = 65500
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A build, decided. Small enough to be sent to every worker, and the same for all of them."""
+    """All decisions of a build. Small: it is sent to every worker."""
 
-    config: BuildConfig  # as it was asked for
+    config: BuildConfig
     inputs: tuple[InputFile, ...]
     read: ReadOptions
     tokenizer: TokenizerFiles
     backend: str
-    libraries: Mapping[str, str]  # package -> version, of all that make ids of text
+    libraries: Mapping[str, str]  # package -> version, of packages that determine the ids
     bos: SpecialToken | None  # before every document
-    eod: SpecialToken | None  # behind it
+    eod: SpecialToken | None  # after every document
     dtype: str  # "uint16" or "int32"
     chat_format: str | None  # None: documents are text
     chat_loss: ChatLoss | None
     shard_bytes: int
-    shards: tuple[Shard, ...]  # what ``inputs`` and ``shard_bytes`` give
+    shards: tuple[Shard, ...]  # follow from ``inputs`` and ``shard_bytes``
 
     @functools.cached_property
     def digest(self) -> str:
-        """xxh3-128 of everything that decides an id or a byte.
+        """xxh3-128 of everything that affects an id or a byte.
 
-        Not ``on_error``: a shard without faults is the same either way, and one with faults is
-        known by its record.
+        Excludes ``on_error``: a shard without faults is equal either way, and the record of a shard
+        with faults says so.
         """
         tree = self.tree()
         del tree["on_error"]
@@ -252,14 +252,18 @@ class Plan:
         return xxhash.xxh3_128_hexdigest(json.dumps(tree, sort_keys=True).encode())
 
     def tree(self) -> dict[str, Any]:
-        """The plan as JSON shows it; equal for equal plans."""
-        read = dataclasses.asdict(self.read)
-        del read["block_bytes"]  # memory follows it, nothing else
-        if read["group_key"] is None:  # so that plans without one keep their digest
+        """Return the plan as JSON; equal for equal plans."""
+        # The plan calls them "beside".
+        read = {
+            "beside" if name == "extra_keys" else name: value
+            for name, value in dataclasses.asdict(self.read).items()
+        }
+        del read["block_bytes"]  # affects memory only
+        if read["group_key"] is None:  # plans without one keep their digest
             del read["group_key"]
-        read["beside"] = [list(pair) for pair in self.read.beside]
+        read["beside"] = [list(pair) for pair in self.read.extra_keys]
         if self.read.weights_key is None:
-            del read["weights_key"]  # plans from before there was one stay what they are
+            del read["weights_key"]  # plans without one keep their digest
         config = self.config
         return {
             "inputs": [
@@ -288,7 +292,7 @@ class Plan:
         }
 
     def num_bytes(self, indices: Iterable[int]) -> int:
-        """Bytes of text in some shards, approximately."""
+        """Return the approximate bytes of text in some shards."""
         return sum(self.shards[index].num_bytes for index in indices)
 
     @property
@@ -301,37 +305,32 @@ class Plan:
         )
 
     @property
-    def has_labels(self) -> bool:
-        return self.chat_format is not None
-
-    @property
     def split(self) -> tuple[float, ...] | None:
         """Weights of train, valid and test."""
         return self.config.split_weights
 
     @property
     def split_while_writing(self) -> bool:
-        """By a hash: every document is sent to its split. Otherwise shards are cut in the end."""
+        """True: a hash assigns each document to its split. False: `assemble` cuts the shards."""
         return self.config.split is not None and self.config.split_by == "hash"
 
     @property
     def streams(self) -> tuple[str, ...]:
-        """Datasets that a shard writes: one, or one per split, as endings of their prefixes."""
+        """Suffixes of the prefixes of a shard's datasets: one, or one per split."""
         return tuple(f"_{name}" for name in SPLIT_NAMES) if self.split_while_writing else ("",)
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """Of the prefixes of the datasets of every stream: tokens, and what stands beside them."""
+        """Suffixes of the datasets of each stream: tokens, and labels, weights, groups if any."""
         there = {
-            LABELS: self.has_labels,
+            LABELS: self.chat_format is not None,
             WEIGHTS: self.read.weights_key is not None,
             GROUPS: self.read.group_key is not None,
         }
         return ("", *(end for end, wanted in there.items() if wanted))
 
     def stored(self, end: str) -> dict[str, Any]:
-        """How the tokens of a dataset with this ending are stored, or what stands in their place:
-        arguments of ``IndexedDatasetBuilder``."""
+        """Return the arguments of ``IndexedDatasetBuilder`` for a dataset with this suffix."""
         metadata: dict[str, Any] = {
             "tokenizer": {
                 "name": Path(self.tokenizer.name).name,
@@ -357,22 +356,19 @@ class Plan:
         return {"dtype": self.dtype, "vocab_size": vocab_size, "metadata": metadata}
 
     def check_machine(self) -> None:
-        """Whether this machine would give the ids that were planned.
-
-        Raises:
-            ConfigError: its tokenizer files or its libraries are others; names machine and
-                difference.
+        """Check that this machine gives the planned ids. Raises ConfigError, with the difference,
+        if its tokenizer files or libraries differ.
         """
-        here = {
+        installed = {
             "tokenizer": TokenizerFiles.open(self.tokenizer.name).identity(),
             "libraries": library_versions(self.backend, template=self.chat_format == "template"),
         }
         planned = {"tokenizer": self.tokenizer.identity(), "libraries": dict(self.libraries)}
-        changed = differences(planned, here)
+        changed = differences(planned, installed)
         if changed:
             raise ConfigError(
-                f"{socket.gethostname()} would not give the ids that were planned: "
-                f"{'; '.join(changed)}. Give all machines the same files and packages"
+                f"{socket.gethostname()} would not give the planned ids: {'; '.join(changed)}. "
+                "Install the same files and packages on all machines"
             )
 
 
@@ -380,11 +376,11 @@ def make_plan(config: BuildConfig, inputs: list[InputFile], note: Callable[[str]
     """Decide everything that ``config`` leaves open.
 
     Args:
-        note: is told what is done otherwise than one may expect.
+        note: receives a sentence for every decision that a user may not expect.
 
     Raises:
-        ConfigError: there is no such tokenizer, special token or backend.
-        DataError: a damaged input.
+        ConfigError: unknown tokenizer, special token or backend.
+        DataError: an input is damaged.
         MegapackError: a package is missing.
     """
     tokenizer = TokenizerFiles.open(config.tokenizer)
@@ -400,16 +396,16 @@ def make_plan(config: BuildConfig, inputs: list[InputFile], note: Callable[[str]
     chat_format = config.chat_format if is_chat else None
     if chat_format is None:
         _note_framing(config, tokenizer, note)
-    beside: tuple[tuple[str, str], ...] = ()
+    extra_keys: tuple[tuple[str, str], ...] = ()
     if chat_format == "template":
-        keys_beside = chat_templates().keys_beside
-        beside = keys_beside(tokenizer, config.tools_key, config.template_variables)
+        template_keys = chat_templates().template_keys
+        extra_keys = template_keys(tokenizer, config.tools_key, config.template_variables)
     elif chat_format == "headers" and config.tools_key:
-        beside = (("tools", config.tools_key),)
+        extra_keys = (("tools", config.tools_key),)
     read = ReadOptions(
         json_key=config.messages_key or config.json_key,
         values="lists" if is_chat else "strings",
-        beside=beside,
+        extra_keys=extra_keys,
         split_key=config.split_key,
         weights_key=config.weights_key,
         group_key=config.group_key,
@@ -425,7 +421,7 @@ def make_plan(config: BuildConfig, inputs: list[InputFile], note: Callable[[str]
     _require_keys(config, inputs)
     backend = config.backend
     if backend == "auto" and (config.weights_key is not None or chat_format == "template"):
-        backend = BACKENDS[tokenizer.kind][0]  # which tells where in its text a token stands
+        backend = BACKENDS[tokenizer.kind][0]  # it reports the characters of a token
     backend = choose_backend(tokenizer, backend, shards, read, note)
     _note_missing_keys(read, shards, note)
     dtype = config.dtype
@@ -452,13 +448,13 @@ def make_plan(config: BuildConfig, inputs: list[InputFile], note: Callable[[str]
 def _note_framing(
     config: BuildConfig, tokenizer: TokenizerFiles, note: Callable[[str], None]
 ) -> None:
-    """Report tokens that the tokenizer itself puts around a text and this build does not."""
+    """Report tokens that the tokenizer itself adds around a text but this build does not."""
     begin, end = tokenizer.framing
-    for tokens, verb, option, name, given in (
+    for tokens, verb, option, name, enabled in (
         (begin, "begins", "--prepend-bos", "--bos-token", config.prepend_bos),
         (end, "ends", "--append-eod", "--eod-token", config.append_eod),
     ):
-        if tokens and not given:
+        if tokens and not enabled:
             note(
                 f"{tokenizer.name} itself {verb} every text with {' '.join(tokens)}; this build "
                 f"adds none: {option} {name} '{tokens[0]}' adds it"
@@ -466,7 +462,7 @@ def _note_framing(
 
 
 def _require_keys(config: BuildConfig, inputs: Iterable[InputFile]) -> None:
-    """ConfigError for a file that is one document, where the options ask for keys of documents."""
+    """Raise ConfigError if options name keys of documents but a file is one document."""
     whole = next((file.path for file in inputs if file.format == "text"), None)
     for name in ("messages_key", "weights_key", "group_key", "split_key"):
         if whole is not None and getattr(config, name) is not None:
@@ -480,22 +476,22 @@ def _require_keys(config: BuildConfig, inputs: Iterable[InputFile]) -> None:
 def _note_missing_keys(
     read: ReadOptions, shards: Sequence[Shard], note: Callable[[str], None]
 ) -> None:
-    """Say which key a document need not have, and none has: it may be misspelled."""
+    """Report an optional key that no document of a sample has: it may be misspelled."""
     if read.weights_key is None and read.group_key is None:
         return
     blocks = sample_blocks(shards, read)
-    weights = {said for block in blocks for said in block.weights or ()}
+    weights = {value for block in blocks for value in block.weights or ()}
     groups = {group for block in blocks if block.groups is not None for group in block.groups}
     for option, key, has_one in (
         ("--weights-key", read.weights_key, weights - {"", "null"}),
         ("--group-key", read.group_key, groups - {-1}),
     ):
         if key is not None and not has_one:
-            note(f"no document that was looked at has {key!r}; see {option}")
+            note(f"no document of a sample has {key!r}; see {option}")
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Changes from one plan's tree to another's, one readable line each."""
+    """Return the changes from one plan's tree to another's, one readable line each."""
     lines = []
     for key in sorted(new):
         before, now = old.get(key), new[key]
@@ -526,7 +522,7 @@ def _changed_inputs(old: list[list[Any]], new: list[list[Any]]) -> list[str]:
 
 
 def chat_templates() -> Any:
-    """The module, which needs jinja2."""
+    """Import the module template_chats, which needs jinja2."""
     require("jinja2", "a chat template")
     from megapack.tokenization.tokenizers import template_chats  # noqa: PLC0415
 

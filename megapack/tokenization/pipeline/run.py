@@ -1,7 +1,7 @@
-"""The build: plan, shards, one dataset. Crash-safe, and the same bytes whoever does the work.
+"""Build a dataset: plan, shards, join. Crash-safe; the bytes do not depend on who does the work.
 
-- preview: what a build would do; build: do it; Progress: what a build tells while it runs
-- assemble: finished shards -> the datasets that were asked for, in the order of the corpus
+- preview: what a build would do; build: do it; Progress: callbacks of a running build
+- assemble: finished shards -> the output datasets, in the order of the corpus
 
     build(BuildConfig(inputs=("x.jsonl",), tokenizer="bytes", output_prefix="out"), progress)
     # -> out.bin, out.idx, out.meta.json, out.manifest.json; run again: state "found"
@@ -45,13 +45,13 @@ from megapack.tokenization.tokenizers.encoders import Limits
 
 
 class Progress(Protocol):
-    """Callbacks of a build while it runs."""
+    """Callbacks of a running build."""
 
     def note(self, text: str) -> None:
-        """Something worth a line, said once."""
+        """Report a sentence, once."""
 
     def start(self, num_bytes: int, num_shards: int, disk_bytes: int) -> None:
-        """``num_bytes`` of text, about, are to be read, and shards of ``disk_bytes`` written."""
+        """About ``num_bytes`` of text will be read, and shards of ``disk_bytes`` written."""
 
     def advance(self, more: Counted) -> None:
         """More documents, bytes of text and tokens are done."""
@@ -65,45 +65,47 @@ class Progress(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class BuildResult:
-    """Result of a build, made now or found."""
+    """Result of a build."""
 
     plan: Plan
     prefixes: Mapping[str, str]  # stream -> prefix; see ``BuildConfig.outputs``
     totals: Totals
-    state: Literal["built", "part", "found"]  # part: other machines' shards are missing
+    state: Literal["built", "part", "found"]  # part: not joined; found: complete before
     records: Sequence[ShardRecord] = ()  # of this run's shards
 
     @property
     def num_shards(self) -> int:
-        """Shards of the build."""
+        """Number of shards of this run."""
         return len(self.records)
 
     @property
     def num_shards_kept(self) -> int:
-        """Shards that an earlier run had finished."""
+        """Number of shards that an earlier run had finished."""
         return sum(record.kept for record in self.records)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preview:
-    """A build's plan, before anything is done."""
+    """A plan, and the state of its files."""
 
     plan: Plan
     prefixes: Mapping[str, str]  # as of ``BuildResult``
     estimate: Estimate
-    num_missing: int  # of the plan's shards
-    finished: bool  # the result stands there already
-    left_behind: Sequence[str]  # by other plans
+    num_missing: int  # shards that are not finished
+    finished: bool  # the result is complete
+    left_behind: Sequence[str]  # sentences about shards of other plans
 
 
 def preview(config: BuildConfig, progress: Progress) -> Preview:
-    """Plan a build and look at what is there; write nothing. Raises as ``build`` before it runs."""
+    """Plan a build and look at its files; write nothing. Raises as ``build`` does before its first
+    shard.
+    """
     plan = make_plan(config, _inputs(config, progress), progress.note)
     workspace = Workspace(plan)
     return Preview(
         plan=plan,
         prefixes=config.outputs,
-        estimate=_estimated(plan, open_coder(plan), progress.note),
+        estimate=_estimate(plan, open_coder(plan), progress.note),
         finished=workspace.finished() is not None,
         num_missing=len(workspace.missing()),
         left_behind=workspace.left_behind(),
@@ -113,27 +115,27 @@ def preview(config: BuildConfig, progress: Progress) -> Preview:
 def build(config: BuildConfig, progress: Progress) -> BuildResult:
     """Tokenize a corpus into ``<output_prefix>.bin/.idx`` (+ .meta.json, .manifest.json).
 
-    Shards are built in ``<output_prefix>.build/<digest of the plan>/``; a run that was stopped
-    leaves the finished ones there, and the next run of the same plan goes on behind them. What
-    shall stand at an address is built in the cache, and uploaded when it is complete.
+    Shards are built in ``<output_prefix>.build/<digest of the plan>/``. A stopped run leaves
+    finished shards there; the next run of the same plan continues. A remote output is built in the
+    local cache and uploaded when complete.
 
     Raises:
-        ConfigError: options that cannot be; another dataset has the output's name; a machine
-            has other tokenizer files or libraries than the plan.
-        DataError: a document that may not pass (with on_error "fail"); no documents at all.
-        LockedError: another process is at this build.
-        MegapackError: a package is missing, or room on the disk.
+        ConfigError: the options contradict each other; another dataset has the output's name; a
+            machine has other tokenizer files or libraries than the plan.
+        DataError: a faulty document (with on_error "fail"); no documents.
+        LockedError: another process runs this build.
+        MegapackError: a package is missing; the disk is too small.
         OSError: a file cannot be read or written; finished shards are kept.
     """
     outputs = config.outputs.values()
     with local_output(config.output_prefix, outputs, overwrite=config.overwrite) as local:
-        here = dataclasses.replace(config, output_prefix=local)
-        result = _build(here, progress, command=config.command())
+        local_config = dataclasses.replace(config, output_prefix=local)
+        result = _build(local_config, progress, command=config.command())
     return dataclasses.replace(result, prefixes=config.outputs)
 
 
 def _build(config: BuildConfig, progress: Progress, *, command: str) -> BuildResult:
-    """Into local files; ``command`` is what their meta files say of it."""
+    """Build local files; ``command`` is the command in their meta files."""
     inputs = _inputs(config, progress)
     several = sum(file.size for file in inputs) > (config.shard_bytes or MIN_SHARD_BYTES)
     if config.workers > 1 and config.executor == "local" and several:
@@ -148,7 +150,7 @@ def _build(config: BuildConfig, progress: Progress, *, command: str) -> BuildRes
         workspace.found()
         return result(totals=totals, state="found")
     with workspace.locked(progress.note):
-        totals = workspace.finished()  # another process may have finished since, this or another
+        totals = workspace.finished()  # again: another process may have finished it meanwhile
         if totals is not None:
             return result(totals=totals, state="found")
         try:
@@ -184,28 +186,30 @@ def _build_shards(plan: Plan, workspace: Workspace, progress: Progress) -> list[
     missing = [index for index in workspace.missing() if index in indices]
     if config.finish and missing:
         raise MegapackError(
-            f"shard {missing[0]} is not finished; --finish joins shards that all are, and of this "
-            f"plan {len(missing)} of {len(plan.shards)} are missing: run the missing parts (with "
-            "the same options and inputs), or leave out --finish to build them here"
+            f"shard {missing[0]} is not finished, and --finish only joins finished shards: "
+            f"{len(missing)} of {len(plan.shards)} are missing. Run the missing parts (with the "
+            "same options and inputs), or leave out --finish to build them here"
         )
     num_processes = min(config.workers, max(1, len(indices)))
     worker = ShardWorker(
         plan=plan,
         directory=workspace.directory,
-        # More workers than shards: the spare ones work inside of a shard.
+        # More workers than shards: several threads per shard.
         limits=Limits(config.workers // num_processes, config.worker_memory),
         finish_only=config.finish,
     )
     disk_bytes = 0
     if missing:
-        whole = _estimated(plan, worker.coder, progress.note).num_bytes
-        everything = plan.num_bytes(range(len(plan.shards)))
-        disk_bytes = round(whole * plan.num_bytes(missing) / max(1, everything))
-        to_join = whole if config.part is None else 0
+        total_disk_bytes = _estimate(plan, worker.coder, progress.note).num_bytes
+        total_bytes = plan.num_bytes(range(len(plan.shards)))
+        disk_bytes = round(total_disk_bytes * plan.num_bytes(missing) / max(1, total_bytes))
+        to_join = total_disk_bytes if config.part is None else 0
         check_space(workspace.root.parent, disk_bytes, to_join=to_join, note=progress.note)
     progress.start(plan.num_bytes(indices), len(indices), disk_bytes)
     if config.executor == "ray" or num_processes > 1:
-        worker = dataclasses.replace(worker)  # without the coder, which every process loads itself
+        worker = dataclasses.replace(
+            worker
+        )  # without the tokenizer, which each process loads itself
     return run_shards(
         worker,
         indices,
@@ -217,17 +221,19 @@ def _build_shards(plan: Plan, workspace: Workspace, progress: Progress) -> list[
     )
 
 
-def _estimated(plan: Plan, coder: Coder, note: Callable[[str], None]) -> Estimate:
-    """Call ``estimate_build``; pass ``note`` warnings of splits that ``assemble`` would refuse."""
-    found = estimate_build(plan, coder)
+def _estimate(plan: Plan, coder: Coder, note: Callable[[str], None]) -> Estimate:
+    """Estimate the result; report splits that may stay empty, which ``assemble`` refuses."""
+    estimated = estimate_build(plan, coder)
     if plan.split is None or plan.split_while_writing:
-        return found
-    cut = ordered_split(plan.split, found.num_documents)
-    for name, weight, documents in zip(SPLIT_NAMES, plan.split, cut, strict=True):
+        return estimated
+    ranges = ordered_split(plan.split, estimated.num_documents)
+    for name, weight, documents in zip(SPLIT_NAMES, plan.split, ranges, strict=True):
         if weight and not documents:
-            few = f"of about {found.num_documents:,} documents the {name} split may have none"
-            note(f"{few}, and is refused then: give it a larger --split")
-    return found
+            note(
+                f"the {name} split may get none of about {estimated.num_documents:,} documents, "
+                "which ends the build: give it a larger --split"
+            )
+    return estimated
 
 
 def assemble(
@@ -238,13 +244,15 @@ def assemble(
     *,
     command: str,
 ) -> None:
-    """Join all shards. Where the disk has no room for two copies, a shard's tokens are removed as
-    soon as they are copied; a run that is stopped then has to build those again.
+    """Join all shards.
+
+    If the disk cannot hold two copies, each shard's tokens are deleted after they are copied; a
+    run that is stopped then has to build these shards again.
 
     Args:
-        documents_of_shard: of every shard of the plan.
-        progress: called with (shards copied, shards to copy), counted for every output.
-        command: that builds the same datasets, for their meta files.
+        documents_of_shard: number of documents of every shard of the plan.
+        progress: called with (shards copied, shards to copy), summed over outputs.
+        command: command line for the meta files.
 
     Raises:
         DataError: a split would be empty.
@@ -262,11 +270,13 @@ def assemble(
         if remove and used_up:
             path_of(dataset, ".bin").unlink()
 
-    ranges: dict[str, range] = {}  # of documents; none where shards are joined whole
+    ranges: dict[str, range] = {}  # documents of each split; {}: shards are joined whole
     if plan.split is not None and not plan.split_while_writing:
-        cut = ordered_split(plan.split, sum(documents_of_shard))
-        ranges = {f"_{name}": documents for name, documents in zip(SPLIT_NAMES, cut, strict=True)}
-    for stream, output in outputs.items():  # all of them, or none
+        split_ranges = ordered_split(plan.split, sum(documents_of_shard))
+        ranges = {
+            f"_{name}": documents for name, documents in zip(SPLIT_NAMES, split_ranges, strict=True)
+        }
+    for stream, output in outputs.items():  # check all before writing one
         if ranges:
             num_documents = len(ranges[stream.removesuffix(ending_of(stream))])
         else:
@@ -277,8 +287,8 @@ def assemble(
             raise DataError(f"{name} would have no documents; give it a larger --split")
     workspace.join()
     for stream, output in outputs.items():
-        end = ending_of(stream)
-        stored = plan.stored(end)
+        ending = ending_of(stream)
+        stored = plan.stored(ending)
         stored["metadata"]["command"] = command
         if not ranges:
             datasets = [shard + stream for shard in shards]
@@ -293,17 +303,17 @@ def assemble(
             continue
         with IndexedDatasetBuilder(output, **stored, overwrite=True) as builder:
             begin = 0
-            wanted = ranges[stream.removesuffix(end)]
+            split_range = ranges[stream.removesuffix(ending)]
             for shard, count in zip(shards, documents_of_shard, strict=True):
-                dataset = shard + end
-                low, high = max(wanted.start - begin, 0), min(wanted.stop - begin, count)
+                dataset = shard + ending
+                low, high = max(split_range.start - begin, 0), min(split_range.stop - begin, count)
                 _append(builder, dataset, low, high, count)
                 copied(dataset, used_up=low < high == count)
                 begin += count
 
 
 def _append(builder: IndexedDatasetBuilder, prefix: str, low: int, high: int, count: int) -> None:
-    """Documents ``[low, high)`` of the ``count`` of a dataset."""
+    """Append documents ``[low, high)`` of the ``count`` of a dataset."""
     if low == 0 and high == count:
         builder.add_index(prefix)
     elif low < high:

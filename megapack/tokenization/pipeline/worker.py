@@ -1,8 +1,8 @@
-"""One shard: text in, a dataset of its own (one per split) and a record of it out.
+"""Build one shard: read text, encode it, write a dataset (one per split) and its record.
 
-- ShardWorker: builds shards of a plan; three threads read, encode and write at once
+- ShardWorker: builds shards of a plan; reading, encoding and writing overlap in three threads
 - open_coder: what turns a plan's documents into tokens
-- ahead: a generator, run ahead of its consumer in a thread of its own
+- prefetch: run a generator in a thread, ahead of its consumer
 """
 
 from __future__ import annotations
@@ -33,35 +33,28 @@ from megapack.tokenization.pipeline.workspace import (
     shard_prefix,
     write_record,
 )
-from megapack.tokenization.tokenizers.coding import (
-    ChatCoder,
-    Coded,
-    Coder,
-    HeaderChats,
-    TextCoder,
-)
+from megapack.tokenization.tokenizers.coding import ChatCoder, Coded, Coder, HeaderChats, TextCoder
 from megapack.tokenization.tokenizers.encoders import Limits, open_encoder, open_reference
 
 T = TypeVar("T")
 
 
-def ahead(items: Generator[T, None, None], *, depth: int = 2) -> Generator[T, None, None]:
-    """The same items in the same order, made while the consumer works on earlier ones.
+def prefetch(items: Generator[T, None, None], *, depth: int = 2) -> Generator[T, None, None]:
+    """Yield the same items in the same order, computed while the consumer uses earlier ones.
 
-    Reading, encoding and writing spend their time outside of the interpreter's lock, so that three
-    of these in a row keep a core busy while another waits for the disk.
-
-    Closing it, as an error in the consumer does, closes ``items`` as well.
+    Reading, encoding and writing release the interpreter's lock most of the time, so three of these
+    in a row keep a core busy during disk waits. Closing it (also by an error in the consumer)
+    closes ``items``.
 
     Args:
-        depth: items that are made ahead; memory follows it.
+        depth: number of items to compute in advance; memory grows with it.
     """
     end = object()
-    with ThreadPoolExecutor(1, thread_name_prefix="megapack-ahead") as thread:
-        made = collections.deque(thread.submit(next, items, end) for _ in range(depth))
+    with ThreadPoolExecutor(1, thread_name_prefix="megapack-prefetch") as thread:
+        futures = collections.deque(thread.submit(next, items, end) for _ in range(depth))
         try:
-            while (item := made.popleft().result()) is not end:
-                made.append(thread.submit(next, items, end))
+            while (item := futures.popleft().result()) is not end:
+                futures.append(thread.submit(next, items, end))
                 yield item  # type: ignore[misc]
         finally:
             thread.shutdown(cancel_futures=True)
@@ -69,7 +62,7 @@ def ahead(items: Generator[T, None, None], *, depth: int = 2) -> Generator[T, No
 
 
 def open_coder(plan: Plan, limits: Limits = Limits()) -> Coder:  # noqa: B008
-    """Load what turns documents into tokens.
+    """Load the tokenizer of a plan; return a function that turns documents into tokens.
 
     Raises:
         ConfigError: the backend or the chat format does not fit the tokenizer.
@@ -97,12 +90,12 @@ def open_coder(plan: Plan, limits: Limits = Limits()) -> Coder:  # noqa: B008
 
 @dataclass(frozen=True, kw_only=True)
 class ShardWorker:
-    """Builds shards of a plan, with a tokenizer that is loaded once, by the first that needs it."""
+    """Builds shards of a plan. Loads the tokenizer once, for the first shard that needs it."""
 
     plan: Plan
     directory: Path  # of the shards
     limits: Limits  # of the tokenizer
-    finish_only: bool  # build nothing, find everything finished
+    finish_only: bool  # raise for a shard that is not finished
 
     @property
     def threads(self) -> int:
@@ -110,23 +103,23 @@ class ShardWorker:
 
     @functools.cached_property
     def coder(self) -> Coder:
-        """Loaded after a look at this machine. Raises ConfigError where it is not the plan's."""
+        """Tokenizer, loaded after ``Plan.check_machine``, which may raise ConfigError."""
         self.plan.check_machine()
         return open_coder(self.plan, self.limits)
 
     def build(self, index: int, report: Report) -> ShardRecord:
-        """Build a shard, or find it finished. Reading, encoding and writing overlap.
+        """Build a shard, unless it is finished already; return its record.
 
         Args:
-            index: of the plan's shards.
+            index: of the shard in the plan.
             report: called after every block.
 
         Raises:
-            ConfigError: this machine has other tokenizer files or libraries than the plan; the
-                shard lacks documents that may not be left out.
-            DataError: a document that may not pass; a token id outside of the vocabulary.
-            MegapackError: the shard is not finished and may not be built.
-            OSError: a file cannot be read or written; the shard then leaves nothing behind.
+            ConfigError: tokenizer files or libraries of this machine differ from the plan; the
+                finished shard lacks documents, and ``on_error`` is "fail".
+            DataError: a faulty document; a token id outside the vocabulary.
+            MegapackError: the shard is not finished, and ``finish_only`` is True.
+            OSError: a file cannot be read or written; the shard then leaves no files.
         """
         plan = self.plan
         prefix = shard_prefix(self.directory, index)
@@ -134,25 +127,25 @@ class ShardWorker:
         record = read_record(prefix, plan.digest, datasets)
         if record is None and self.finish_only:
             raise MegapackError(
-                f"shard {index} is not finished; --finish joins shards that all are: run the "
+                f"shard {index} is not finished, and --finish only joins finished shards: run the "
                 "missing parts again, or leave out --finish to build them here"
             )
         if record is None:
-            record = self._built(index, prefix, datasets, report)
+            record = self._build(index, prefix, datasets, report)
             write_record(prefix, plan.digest, record)
         else:
             report(record.counted)
         if plan.config.on_error == "fail" and lacks_documents(record.faults.counts):
             raise ConfigError(
                 f"shard {index} was built with --on-error skip and lacks documents "
-                f"({'; '.join(Totals.of_records([record]).fault_lines())}); say --on-error skip "
+                f"({'; '.join(Totals.of_records([record]).fault_lines())}): give --on-error skip "
                 "again, or start over with --overwrite"
             )
         return record
 
-    def _built(self, index: int, prefix: str, datasets: list[str], report: Report) -> ShardRecord:
+    def _build(self, index: int, prefix: str, datasets: list[str], report: Report) -> ShardRecord:
         plan = self.plan
-        # One for each thread.
+        # One per thread: reading and encoding overlap.
         read_faults, code_faults = Faults(plan.config.on_error), Faults(plan.config.on_error)
         total = Counted()
         controls: collections.Counter[int] = collections.Counter()
@@ -160,12 +153,12 @@ class ShardWorker:
             builders = {}
             for dataset in datasets:
                 stored = plan.stored(ending_of(dataset))
-                # Nothing waits for the disk: a shard's checksums are compared before it is used.
+                # No fsync: a shard is used only if its checksums match.
                 builder = IndexedDatasetBuilder(dataset, **stored, durable=False, overwrite=True)
                 builders[dataset] = stack.enter_context(builder)
             read = read_blocks(plan.shards[index].pieces, plan.read, read_faults)
-            blocks = ahead(_kept(read, plan, read_faults))
-            all_coded = ahead(_coded(blocks, plan, self.coder, code_faults))
+            blocks = prefetch(_filter_words(read, plan, read_faults))
+            all_coded = prefetch(_encode(blocks, plan, self.coder, code_faults))
             for stream, block, coded in stack.enter_context(contextlib.closing(all_coded)):
                 tokens, offsets = coded.tokens, coded.offsets
                 builders[prefix + stream].add_documents(tokens, offsets)
@@ -182,31 +175,31 @@ class ShardWorker:
                 controls.update(coded.controls)
                 report(counted)
         read_faults.add(code_faults)
-        names = {token: text for text, token in plan.tokenizer.controls.items()}
-        special = {names[token]: number for token, number in sorted(controls.items())}
+        text_of_id = {token: text for text, token in plan.tokenizer.controls.items()}
+        special = {text_of_id[token]: number for token, number in sorted(controls.items())}
         return ShardRecord(total, read_faults, special)
 
 
-def _kept(
+def _filter_words(
     blocks: Iterator[TextBlock], plan: Plan, faults: Faults
 ) -> Generator[TextBlock, None, None]:
-    """Without the documents that the word limits leave out."""
-    few, many = plan.config.min_words or 0, plan.config.max_words
+    """Yield blocks without the documents that the word limits drop."""
+    fewest, most = plan.config.min_words or 0, plan.config.max_words
     for block in blocks:
         kept = block
-        if few or many is not None:
+        if fewest or most is not None:
             words = _core.count_words(block.text, block.offsets)
-            kept = kept.drop(words < few, "too few words", faults)
-            if many is not None:
-                kept = kept.drop(words[words >= few] > many, "too many words", faults)
+            kept = kept.drop(words < fewest, "too few words", faults)
+            if most is not None:
+                kept = kept.drop(words[words >= fewest] > most, "too many words", faults)
         if len(kept):
             yield kept
 
 
-def _coded(
+def _encode(
     blocks: Iterator[TextBlock], plan: Plan, coder: Coder, faults: Faults
 ) -> Generator[tuple[str, TextBlock, Coded], None, None]:
-    """Stream, text and tokens of the documents of every block that go to that stream."""
+    """Yield stream, text and tokens of each block's documents that belong to the stream."""
     for block in blocks:
         split = np.zeros(len(block), np.int64)
         if plan.split is not None and plan.split_while_writing:

@@ -1,16 +1,16 @@
-"""Where a build lies: ``<prefix>.build/<digest of its plan>/``, its locks, and what stands there.
+"""Files of a build: ``<prefix>.build/<digest of its plan>/``, its locks and its records.
 
-- ShardRecord, Totals: what was counted of a shard, and of all; write_record, read_record
-- Workspace: the directory of a plan; what may be written, what is missing, what is left behind
-- estimate_build, check_space: does the disk hold what a build will write?
+- ShardRecord, Totals: counts of a shard, and of all shards; write_record, read_record
+- Workspace: the directory of a plan; finished and missing shards, shards of other plans
+- estimate_build, check_space: size of the result, free space on the disk
 
     out.build/<digest>/plan.json                 the plan
     out.build/<digest>/shard-000000.bin, .idx    a shard's dataset
-    out.build/<digest>/shard-000000.json         its record: there when the shard is complete
+    out.build/<digest>/shard-000000.json         its record, written when the shard is complete
     out.manifest.json                            the plan and its totals: the build is complete
 
-Shards of two plans lie in two directories, so they never meet. A whole build holds the lock of
-``<prefix>.build`` alone; parts share it, and each holds the lock of its own part.
+Each plan has its own directory, so shards of two plans are never mixed. A whole build holds the
+lock of ``<prefix>.build`` exclusively; parts share it, and each holds the lock of its part.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from os.path import realpath
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,24 +61,24 @@ from megapack.units import size
 
 
 class ShardRecord(NamedTuple):
-    """A shard, built. Written last, so where it stands the shard was complete."""
+    """Record of a finished shard. It is written last: if it exists, the shard was complete."""
 
     counted: Counted
     faults: Faults
-    special_tokens: Mapping[str, int]  # that texts contain, by name
-    kept: bool = False  # found finished by this run; not on disk
+    special_tokens: Mapping[str, int]  # counts of special tokens in texts, by name
+    kept: bool = False  # an earlier run built the shard; not in the file
 
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
-    """Counts over many shards, as the manifest has them."""
+    """Counts over all shards, as in the manifest."""
 
     num_documents: int
     num_tokens: int
     num_text_bytes: int
     skipped: dict[str, int]  # by kind
     skipped_at: dict[str, list[str]]  # the first places of each kind
-    special_tokens_found: dict[str, int]  # in texts and stored as their ids, by name
+    special_tokens_found: dict[str, int]  # counts in texts, by name
 
     @staticmethod
     def of_records(records: Sequence[ShardRecord]) -> Totals:
@@ -93,7 +93,7 @@ class Totals:
             num_tokens=counted.tokens,
             num_text_bytes=counted.text_bytes,
             skipped=faults.counts,
-            skipped_at={kind: [str(p) for p in found] for kind, found in faults.places.items()},
+            skipped_at={kind: [str(p) for p in places] for kind, places in faults.places.items()},
             special_tokens_found=dict(special.most_common()),
         )
 
@@ -110,7 +110,7 @@ class Totals:
 
 
 def shard_prefix(directory: Path, index: int) -> str:
-    """Where a shard's datasets lie; their names go on with the stream and ``LABELS``."""
+    """Return the prefix of a shard's datasets; streams and ``ends`` are appended to it."""
     return str(directory / f"shard-{index:06d}")
 
 
@@ -119,20 +119,20 @@ def record_path(prefix: str) -> Path:
 
 
 def write_record(prefix: str, plan: str, record: ShardRecord) -> None:
-    """Write the record of a shard of a plan (a digest)."""
+    """Write the record of a shard; ``plan`` is a digest."""
     faults = record.faults
     places = {kind: list(map(dataclasses.astuple, at)) for kind, at in faults.places.items()}
     faults_tree = {"fault_counts": faults.counts, "fault_places": places}
     special = {"special_tokens": dict(record.special_tokens)}
     tree = {"plan": plan, **record.counted._asdict(), **faults_tree, **special}
-    # Not durable, like the datasets it speaks of: a damaged record is one that is not there.
+    # No fsync: a damaged record counts as missing.
     with atomic_write(record_path(prefix), "w", durable=False) as file:
         json.dump(tree, file)
 
 
 def read_record(prefix: str, plan: str, datasets: Sequence[str]) -> ShardRecord | None:
-    """The record at ``prefix``, if it is of this plan (a digest) and its ``datasets`` have the
-    sizes and checksums they had.
+    """Return a shard's record, or None if it is damaged, of another plan (``plan`` is a digest), or
+    if a dataset does not match its size and checksums.
     """
     try:
         tree = json.loads(record_path(prefix).read_bytes())
@@ -143,8 +143,7 @@ def read_record(prefix: str, plan: str, datasets: Sequence[str]) -> ShardRecord 
         faults = Faults("skip", counts=tree["fault_counts"], places=places)
         special = dict(tree["special_tokens"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        # Cut short by a crash of the machine.
-        return None
+        return None  # missing, or truncated by a crash of the machine
     return ShardRecord(counted, faults, special, kept=True)
 
 
@@ -162,19 +161,17 @@ class Workspace:
         self.root = Path(f"{config.output_prefix}.build")
         self.directory = self.root / plan.digest
         self._manifest = Path(f"{config.output_prefix}.manifest.json")
-        # There while the result gets its names: a kill in between leaves some of them.
+        # Exists while outputs are written: a kill leaves only some of them.
         self._joining = self.directory / "joining"
 
     def finished(self) -> Totals | None:
-        """Counts of this very build where it is finished, None where it is to be done.
-
-        Raises:
-            ConfigError: something else stands under the output's names, or nothing may.
+        """Return the totals if this build is complete, None if it has to run. Raises ConfigError:
+        other files have the output's names, or the names cannot be used.
         """
         if not self.root.parent.is_dir():
             return None
         overwrite = self._config.overwrite
-        check_target(self._manifest, overwrite=overwrite, difference=None)  # may it be written?
+        check_target(self._manifest, overwrite=overwrite, difference=None)  # is it writable?
         try:
             before = _read(self._manifest)
         except FormatError:
@@ -185,36 +182,38 @@ class Workspace:
             check_prefix(p, overwrite=overwrite, difference=partial(self._difference, before, p))
             for p in self._config.outputs.values()
         ]
-        whole = all(map(IndexedDataset.exists, self._config.outputs.values()))
-        return None if before is None or any(is_new) or not whole else Totals.of_manifest(before)
+        all_exist = all(map(IndexedDataset.exists, self._config.outputs.values()))
+        return (
+            None if before is None or any(is_new) or not all_exist else Totals.of_manifest(before)
+        )
 
     def _difference(self, before: Mapping[str, Any] | None, prefix: str) -> str | None:
-        """Between what stands at an output's prefix and what this plan makes; None: nothing."""
+        """Return how the dataset at an output prefix differs from this plan's; None: equal."""
         changed = [] if before is None else self._changes(before)
         if changed:
             return f"it was built from something else:\n  {_lines(changed)}"
         made_by = _plan_of(prefix)
         if made_by == self._plan.digest or (made_by is None and self._joining.exists()):
             return None
-        if before is not None and made_by == before["digest"]:  # other shards, the same documents
+        if before is not None and made_by == before["digest"]:  # only the sharding differs
             return None
         return "it was not made by this build"
 
     def _changes(self, before: Mapping[str, Any]) -> list[str]:
-        """Differences between a manifest and this plan, except how documents are sharded."""
+        """Return the differences between a manifest and this plan, except sharding."""
         now = self._plan.tree()
         for key in ("shard_bytes", "shards"):
             del now[key]
         if now["inputs"] != before["inputs"] and self._has_contents(before):
-            now["inputs"] = before["inputs"]  # touched, or named by another path
+            now["inputs"] = before["inputs"]  # only times or paths differ
         if now["on_error"] == "skip" or not lacks_documents(before["skipped"]):
-            del now["on_error"]  # what stops a build did not occur, or was left out as now
+            del now["on_error"]  # no document was dropped, or faulty ones may be dropped now, too
         return differences(before, now)
 
     def _has_contents(self, before: Mapping[str, Any]) -> bool:
-        """Return whether the inputs have the contents from which a finished build was made.
+        """Return whether the inputs have the contents of a finished build's inputs.
 
-        Only files whose path or time of modification differ are read.
+        Reads only files whose path or modification time differs.
         """
         digests, inputs = before.get("input_digests", []), self._plan.inputs
         if not len(inputs) == len(digests) == len(before["inputs"]):
@@ -224,20 +223,20 @@ class Workspace:
         ):
             if (file.size, file.format, file.compression) != (num_bytes, *kind):
                 return False
-            unchanged = file.mtime_ns == mtime_ns and _same_path(file.path, path)
+            unchanged = file.mtime_ns == mtime_ns and realpath(file.path) == realpath(path)
             if not unchanged and (digest is None or digest != input_digest(file)):
                 return False
         return True
 
     @contextlib.contextmanager
     def locked(self, note: Callable[[str], None]) -> Iterator[None]:
-        """Ours alone, or alone our part; made, and emptied where that is asked for.
+        """Lock the workspace, or this part of it; create it, or empty it for ``overwrite``.
 
         Args:
-            note: is told what other plans left behind.
+            note: receives sentences about shards of other plans.
 
         Raises:
-            LockedError: another process works in it.
+            LockedError: another process holds the lock.
         """
         part = self._config.part
         make_own_folder(self.root)
@@ -251,7 +250,9 @@ class Workspace:
                 if self._config.overwrite:
                     for index in range(part[0], len(self._plan.shards), part[1]):
                         record = record_path(shard_prefix(self.directory, index))
-                        record.unlink(missing_ok=True)  # first: without it the rest is nothing
+                        record.unlink(
+                            missing_ok=True
+                        )  # first: without it, the other files are ignored
                         for path in self.directory.glob(f"{record.stem}*"):
                             path.unlink()
             if not (self.directory / _PLAN).exists():
@@ -261,13 +262,14 @@ class Workspace:
             yield
 
     def missing(self) -> list[int]:
-        """Shards that have no record. NFS caches which names were absent, but not in a listing."""
-        there = set(self.directory.glob("shard-*.json"))
+        """Return the shards without a record."""
+        # List the directory: NFS caches that a single name was absent.
+        recorded = set(self.directory.glob("shard-*.json"))
         prefixes = [shard_prefix(self.directory, i) for i in range(len(self._plan.shards))]
-        return [i for i, prefix in enumerate(prefixes) if record_path(prefix) not in there]
+        return [i for i, prefix in enumerate(prefixes) if record_path(prefix) not in recorded]
 
     def left_behind(self) -> list[str]:
-        """A sentence for every other plan whose shards lie here."""
+        """Return a sentence for every other plan with shards here."""
         lines = []
         for directory in self._plans():
             if directory == self.directory:
@@ -276,28 +278,27 @@ class Workspace:
                 changed = differences(_read(directory / _PLAN) or {}, self._plan.tree())
             except FormatError:
                 changed = ["its plan cannot be read"]
-            held = size(directory_bytes(directory))
+            num_bytes = size(directory_bytes(directory))
             lines.append(
-                f"{directory} holds {held} of another plan; --overwrite removes it:\n"
+                f"{directory} has {num_bytes} of another plan; --overwrite removes it:\n"
                 f"  {_lines(changed)}"
             )
         return lines
 
     def join(self) -> None:
-        """From now on the output's names are taken; a manifest would speak of another dataset."""
+        """Mark the output's names as incomplete; remove the manifest of an older dataset."""
         self._joining.touch()
         self._manifest.unlink(missing_ok=True)
 
     def finish(self, totals: Totals) -> None:
-        """All is done: say so, and remove the shards."""
-        # Where it stands, the build is complete.
+        """Write the manifest, which marks the build as complete; remove the shards."""
         self._write(self._manifest, totals)
         self._remove()
 
     def found(self) -> None:
-        """All was done before; a run may have been killed before it removed its shards."""
+        """Remove shards of a complete build: a run may have been killed before it did."""
         if is_own_folder(self.root):
-            # Else somebody works there, and removes what is to be removed.
+            # If another process holds the lock, it removes them.
             with contextlib.suppress(LockedError), WriterLock(self.root, what="tokenize"):
                 self._start_over()
                 self._remove()
@@ -314,7 +315,7 @@ class Workspace:
                 remove_own_folder(self.root)
 
     def _plans(self) -> list[Path]:
-        """Directories of plans, this one and others."""
+        """Return the directories of all plans."""
         return sorted(path.parent for path in self.root.glob(f"*/{_PLAN}"))
 
     def _write(self, path: Path, totals: Totals | None = None) -> None:
@@ -328,25 +329,21 @@ class Workspace:
             json.dump(content, file, indent=1)
 
 
-def _same_path(one: str, other: str) -> bool:
-    return os.path.realpath(one) == os.path.realpath(other)
-
-
 def _read(path: Path) -> dict[str, Any] | None:
-    """The plan at ``path``, None where there is none. Raises FormatError if it is damaged."""
+    """Return the plan in a file; None without a file. Raises FormatError if it is damaged."""
     try:
         content = parse_json(path.read_bytes(), path, remedy="start over with --overwrite")
     except FileNotFoundError:
         return None
     if not isinstance(content, dict) or not _FORMAT.items() <= content.items():
         raise FormatError(
-            f"{path} is no plan of this version of megapack; start over with --overwrite"
+            f"{path} is not a plan of this version of megapack; start over with --overwrite"
         )
     return content
 
 
 def _plan_of(prefix: str) -> str | None:
-    """The plan that a dataset's meta file names; None without a meta file."""
+    """Return the plan digest in a dataset's meta file; None without a meta file."""
     try:
         meta = read_meta(prefix)
     except FormatError:
@@ -355,16 +352,15 @@ def _plan_of(prefix: str) -> str | None:
 
 
 def _lines(changed: Sequence[str]) -> str:
-    more = len(changed) - _SHOWN
-    lines = [*changed[:_SHOWN], *([f"... and {more} more"] if more > 0 else [])]
+    num_hidden = len(changed) - _SHOWN
+    lines = [*changed[:_SHOWN], *([f"... and {num_hidden} more"] if num_hidden > 0 else [])]
     return "\n  ".join(lines)
 
 
-# ---- Does the disk hold it? Asked before hours of work, from a small sample ---------------------
+# ---- Estimated size, and free space on the disk -------------------------------------------------
 
-_INDEX_BYTES = 20  # of a document in .idx
-# A sample may mislead by this much; refuse only what is hopeless.
-_SURE = 0.8
+_INDEX_BYTES = 20  # per document in .idx
+_SURE = 0.8  # a sample may overestimate: raise only if this fraction does not fit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -377,28 +373,28 @@ class Estimate:
 
 
 def estimate_build(plan: Plan, coder: Coder) -> Estimate:
-    """From the beginnings of a few shards."""
-    read = documents = tokens = 0
+    """Estimate the result from the beginnings of a few shards."""
+    bytes_read = documents = tokens = 0
     for block in sample_blocks(plan.shards, plan.read):
         coded = coder(block, Faults("skip"))
-        read += _bytes_read(block)
+        bytes_read += _bytes_read(block)
         documents += len(coded.offsets) - 1
         tokens += len(coded.tokens)
-    whole = plan.num_bytes(range(len(plan.shards))) / max(1, read)
+    scale = plan.num_bytes(range(len(plan.shards))) / max(1, bytes_read)
     num_bytes = documents * _INDEX_BYTES * len(plan.ends)
     for end in plan.ends:
         stored = documents if end == GROUPS else tokens
         num_bytes += stored * np.dtype(plan.stored(end)["dtype"]).itemsize
     return Estimate(
-        num_documents=round(documents * whole),
-        num_tokens=round(tokens * whole),
-        num_bytes=math.ceil(num_bytes * whole),
+        num_documents=round(documents * scale),
+        num_tokens=round(tokens * scale),
+        num_bytes=math.ceil(num_bytes * scale),
     )
 
 
 def _bytes_read(block: TextBlock) -> int:
-    """What a sample counts for among the bytes by which shards are measured: those of the file in
-    plain JSON Lines, else those of the text.
+    """Return the size of a sample in the unit of ``Shard.num_bytes``: bytes of the file for plain
+    JSON Lines, else bytes of the text.
     """
     text = len(block.text)
     if block.place(0).unit != "byte" or len(block) == 1:
@@ -408,27 +404,27 @@ def _bytes_read(block: TextBlock) -> int:
 
 
 def check_space(directory: Path, needed: int, *, to_join: int, note: Callable[[str], None]) -> None:
-    """Refuse a build that cannot fit; say how it will go where there is no room for two copies.
+    """Raise if the build cannot fit; report if two copies cannot fit.
 
     Args:
         directory: of the result.
-        needed: bytes of shards still to be written, about.
-        to_join: bytes of the result, about; 0 where nothing is joined.
+        needed: approximate bytes of shards to write.
+        to_join: approximate bytes of the result; 0: nothing is joined.
 
     Raises:
-        MegapackError: the disk cannot even hold one copy.
+        MegapackError: the disk cannot hold one copy.
     """
     free = free_bytes(directory)
     if needed * _SURE > free:
         raise MegapackError(
-            f"{directory} has {size(free)} free, and the build needs about {size(needed)}: make "
-            "room, or choose an --output-prefix on a larger disk"
+            f"{directory} has {size(free)} free, and the build needs about {size(needed)}: free "
+            "some space, or choose an --output-prefix on a larger disk"
         )
     if needed + to_join > free:
         note(
-            f"{directory} has {size(free)} free, enough for the shards (about {size(needed)}) and "
-            f"not for the result beside them (about {size(to_join)}): each is removed once it is "
-            "joined, and a run that is stopped while it joins has to build those again"
+            f"{directory} has {size(free)} free, enough for the shards (about {size(needed)}) but "
+            f"not also for the result (about {size(to_join)}): each shard is deleted once it is "
+            "copied, and has to be built again if the run is stopped before its end"
         )
 
 
@@ -437,7 +433,7 @@ def free_bytes(directory: Path) -> int:
 
 
 def directory_bytes(directory: Path) -> int:
-    """Bytes of the files in a directory; these, and itself, may vanish while they are counted."""
+    """Return the bytes of files in a directory. Other processes may delete them meanwhile."""
     total = 0
     with contextlib.suppress(FileNotFoundError):
         for path in directory.iterdir():

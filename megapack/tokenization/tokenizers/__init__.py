@@ -1,8 +1,9 @@
 """Blocks of documents -> tokens.
 
-- tokenizer: what a tokenizer is, its files and special tokens
-- encoders: who runs it, and reads ids back; probe: which backend gives the reference's ids
-- coding: text and conversations -> tokens as they are stored, and labels; template_chats: the
-  conversations as their tokenizer's publisher writes them; chat_template: how its template runs
+- tokenizer: the files of a tokenizer, its special tokens; vocabulary: its tokens one by one
+- encoders: one class per backend; probe, verified: which backend gives the reference's ids
+- coding: text and conversations -> stored tokens and labels
+- template_chats: conversations through the tokenizer's chat template; chat_template: the template
+- limited: code in a child process with limits on CPU time and memory
 - train: a new tokenizer
 """

@@ -1,17 +1,16 @@
-"""A chat template (Hugging Face's Jinja templates), rendered as transformers'
-``apply_chat_template`` renders it, with bounded work.
+"""Chat templates (Hugging Face's Jinja templates), rendered as transformers renders them.
 
     template = ChatTemplate("{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}", "t")
     template.render(messages=[{"role": "user", "content": "hi"}])  # -> Rendered("user: hi", [])
 
-The environment is that of transformers: its sandbox, tags, filters and functions, and the names
-under which it copies a message's reasoning. It differs in three things:
+The environment is that of ``apply_chat_template``: sandbox, tags, filters, functions, and the keys
+under which a message's reasoning is passed. Two differences:
 
-- Nothing depends on the day or on chance: ``strftime_now`` is there only where a date was given
-  (``clock``), ``random`` and ``lipsum`` are refused.
-- Work is bounded, by counts that are the same on every machine: steps (iterations and calls) and
-  the characters that operators, filters, calls and outputs make.
-- Whatever goes wrong is an error that names the template and its line.
+- The text never depends on the date or on chance: ``strftime_now`` needs a date (``clock``);
+  ``random`` and ``lipsum`` raise.
+- Every error names the template and its line.
+
+A template may loop without end or allocate without limit: ``run_limited`` (limited.py) runs it.
 
 Source: transformers 5.23, ``utils/chat_template_utils.py`` and ``apply_chat_template``.
 """
@@ -44,17 +43,15 @@ class Rendered(NamedTuple):
     """A conversation as text."""
 
     text: str
-    answers: list[Span]  # written by the assistant, e.g. in {% generation %} blocks
+    answers: list[Span]  # written by the assistant (in {% generation %} blocks)
 
 
 class ChatTemplate:
     """A compiled template.
 
-    ``variables`` are the names it reads from outside; ``marks_answers`` says whether it has
-    ``{% generation %}`` blocks.
-
-    Raises:
-        ConfigError: it cannot be compiled; ``name`` is what the message calls it.
+    ``variables`` are the names that it reads from outside; ``marks_answers``: it has ``{%
+    generation %}`` blocks. Raises ConfigError if the template cannot be compiled. ``name`` is its
+    name in messages.
     """
 
     def __init__(self, source: str, name: str) -> None:
@@ -65,19 +62,19 @@ class ChatTemplate:
             self._template = self._environment.from_string(source)
         except Exception as error:
             line = getattr(error, "lineno", None)
-            where = name if line is None else f"line {line} of {name}"
-            raise ConfigError(f"{where} is broken: {_reason(error)}") from error
+            place = name if line is None else f"line {line} of {name}"
+            raise ConfigError(f"{place} is broken: {_reason(error)}") from error
         undeclared = jinja2.meta.find_undeclared_variables(tree)
         self.variables = frozenset(undeclared) - set(self._environment.globals)
         self.marks_answers = self._environment.has_generation
 
     def render(self, **variables: Any) -> Rendered:
-        """Args:
-            variables: plain JSON values, and what ``clock`` gives.
+        """Return the text for ``variables``: plain JSON values, and a ``clock``.
 
         Raises:
-            DataError: the template refuses them (``raise_exception``).
-            TemplateError: anything else went wrong.
+            DataError: the template refuses the conversation (``raise_exception``).
+            TemplateError: any other error of the template.
+            MemoryError: the process has too little memory.
         """
         environment = self._environment
         environment.num_characters, environment.generated = 0, []
@@ -97,13 +94,13 @@ class ChatTemplate:
             raise TemplateError(f"{self._place(error)}: {_reason(error)}") from error
         text = "".join(blocks)
         spans = []
-        for begin, said in environment.generated:
-            # Inside a macro or a {% set %} block it is not known where the answer will stand.
-            if not text.startswith(said, begin):
+        for begin, answer in environment.generated:
+            # A macro or a {% set %} block returns the answer: its final position is unknown.
+            if not text.startswith(answer, begin):
                 raise TemplateError(
                     f"{self._name} has {{% generation %}} where its text is not written at once"
                 )
-            spans.append((begin, begin + len(said)))
+            spans.append((begin, begin + len(answer)))
         return Rendered(text, spans)
 
     def _place(self, error: Exception) -> str:
@@ -116,36 +113,34 @@ class ChatTemplate:
 
 
 def normalized(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as templates are given them: without null values, reasoning under all its names."""
+    """Return messages as templates expect them: no null values, reasoning under all its names."""
     result = []
     for message in messages:
-        said = {key: value for key, value in message.items() if value is not None}
-        reasoning = next((said[key] for key in _REASONING if key in said), None)
+        present = {key: value for key, value in message.items() if value is not None}
+        reasoning = next((present[key] for key in _REASONING if key in present), None)
         if reasoning is not None:
-            said = {"thinking": reasoning, **said, "reasoning_content": reasoning}
-        result.append(said)
+            present = {"thinking": reasoning, **present, "reasoning_content": reasoning}
+        result.append(present)
     return result
 
 
 def clock(date: str) -> Callable[[str], str]:
-    """``strftime_now`` of a day that never changes.
-
-    Raises:
-        ValueError: ``date`` is not of the form 2026-01-31.
+    """Return ``strftime_now`` for a fixed date. Raises ValueError if ``date`` is not of the form
+    2026-01-31.
     """
     return datetime.datetime.fromisoformat(date).strftime
 
 
 class _Refusal(jinja2.TemplateError):  # type: ignore[misc]
-    """The error a template raises by ``raise_exception``."""
+    """Raised by a template through ``raise_exception``."""
 
 
 class _Excess(jinja2.TemplateRuntimeError):  # type: ignore[misc]
-    """Too long a text."""
+    """The text is too long."""
 
 
 class _Generation(jinja2.ext.Extension):  # type: ignore[misc]
-    """{% generation %} ... {% endgeneration %}: a block with a scope of its own."""
+    """The tag {% generation %} ... {% endgeneration %}: a block with its own scope."""
 
     tags = frozenset({"generation"})
 
@@ -157,17 +152,17 @@ class _Generation(jinja2.ext.Extension):  # type: ignore[misc]
         return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
 
     def _generated(self, caller: Callable[[], str]) -> str:
-        said = caller()
-        self.environment.generated.append((self.environment.num_characters, said))
-        return said
+        text = caller()
+        self.environment.generated.append((self.environment.num_characters, text))
+        return text
 
 
 class _Namespace(jinja2.utils.Namespace):  # type: ignore[misc]
-    """Without names that begin with an underscore."""
+    """``namespace`` of templates. Attributes must not begin with an underscore."""
 
-    def __init__(*args: Any, **kwargs: Any) -> None:  # a template may say namespace(self=1)
-        self, *given = args
-        attributes = dict(*given, **kwargs)
+    def __init__(*args: Any, **kwargs: Any) -> None:  # no self: namespace(self=1) is allowed
+        self, *positional = args
+        attributes = dict(*positional, **kwargs)
         for name in attributes:
             _check_name(name)
         jinja2.utils.Namespace.__init__(self, attributes)
@@ -193,16 +188,14 @@ class _Dict:
 
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):  # type: ignore[misc]
-    """transformers' environment."""
+    """Jinja environment of transformers' chat templates."""
 
     def __init__(self) -> None:
         self.has_generation = False
         self.num_characters = 0  # written so far
         self.generated: list[tuple[int, str]] = []  # where each marked answer begins, its text
         super().__init__(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=[_Generation, jinja2.ext.loopcontrols],
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
         )
         self.filters |= {"tojson": _to_json, "random": _no_chance}
         self.globals["lipsum"] = _no_chance
@@ -231,7 +224,7 @@ def _to_json(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike Jinja's own, nothing is escaped for HTML."""
+    """``tojson`` of templates. Unlike Jinja's filter, it escapes nothing for HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

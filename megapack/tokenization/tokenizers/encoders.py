@@ -1,14 +1,14 @@
-"""Who runs a tokenizer: one class per backend, all giving the same flat arrays of token ids.
+"""Encoders: one class per backend, all returning the same flat arrays of token ids.
 
 - Encoder: ``encode`` blocks of documents, ``decode`` ids for people
-- open_encoder: the encoder of a backend's name; open_reference: of the one that defines the ids
-- GuardedEncoder: gigatoken, but for documents on which it is known to differ from the reference
+- open_encoder: the encoder of a backend by name; open_reference: the one that defines the ids
+- GuardedEncoder: gigatoken, with the reference for documents on which the two may differ
 
     encoder = open_encoder(TokenizerFiles.open("bytes"), "bytes")
     encoder.encode(TextBlock.of_texts(["a", "", "bc"]))    # -> ([97, 98, 99], [0, 1, 1, 3])
 
-Each backend is fed the form it takes fastest and asked for the form that makes no Python object per
-token, where it has one. None of them adds special tokens: megapack frames documents itself.
+Each backend gets its fastest input form, and returns arrays without a Python object per token if it
+can. None adds special tokens: megapack adds tokens around documents (coding.py).
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ BACKENDS: dict[str, tuple[str, ...]] = {
 
 
 class Limits(NamedTuple):
-    """Resources of an encoder; the ids do not depend on them."""
+    """Resources of an encoder. The ids do not depend on them."""
 
     threads: int = 1
-    memory_bytes: int = 2 << 30  # of the process, above which caches are dropped
+    memory_bytes: int = 2 << 30  # process memory above which caches are dropped
 
 
 class Encoder(abc.ABC):
@@ -58,9 +58,9 @@ class Encoder(abc.ABC):
     def __init__(self, files: TokenizerFiles, limits: Limits = Limits()) -> None:  # noqa: B008
         self._files = files
         self._limits = limits
-        # Read by the Rust libraries when their thread pool first starts.
+        # The Rust libraries read it when they start their thread pool.
         os.environ["RAYON_NUM_THREADS"] = str(limits.threads)
-        os.environ["RUST_BACKTRACE"] = "0"  # a panic is reported in one line of ours
+        os.environ["RUST_BACKTRACE"] = "0"  # we report a panic in one line
         self._load()
 
     @abc.abstractmethod
@@ -68,38 +68,34 @@ class Encoder(abc.ABC):
 
     @abc.abstractmethod
     def encode(self, block: TextBlock) -> Encoded:
-        """Token ids of all documents, and where each begins (int64, ``len(block) + 1``)."""
+        """Return the token ids of all documents, and their offsets (int64, ``len(block) + 1``)."""
 
     def spans(self, text: str) -> NDArray[np.int64]:
-        """(tokens, 2) int64: the characters [begin, end) of a text that every token of it holds.
-
-        Raises:
-            ConfigError: the backend does not tell (gigatoken).
+        """Return the characters [begin, end) of each token of a text: int64, (tokens, 2). Raises
+        ConfigError if the backend cannot (gigatoken).
         """
         del text
-        raise ConfigError(f"backend {self.backend} does not tell where in its text a token stands")
+        raise ConfigError(f"backend {self.backend} does not report the characters of a token")
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids, for people; special tokens are shown by name.
-
-        Raises:
-            DataError: an id that the tokenizer does not have.
+        """Return the text of token ids, for people; special tokens appear by name. Raises
+        DataError if the tokenizer does not have an id.
         """
         size = self._files.vocab_size
         outside = [token for token in ids if not 0 <= token < size]
         if outside:
             raise DataError(
-                f"token id {outside[0]} is not one of the {size:,} of {self._files.name}: "
-                "another tokenizer made it"
+                f"token id {outside[0]} is outside the {size:,} ids of {self._files.name}: "
+                "give the tokenizer that made it"
             )
         return self._decode(list(ids))
 
     @abc.abstractmethod
     def _decode(self, ids: list[int]) -> str:
-        """Text of ids that are in the vocabulary."""
+        """Return the text of ids that are in the vocabulary."""
 
     def _named(self, ids: list[int], decode: Callable[[list[int]], str]) -> str:
-        """Special tokens, which ``decode`` would drop, by name; runs between them decoded."""
+        """Decode ids; write special tokens, which ``decode`` would drop, by name."""
         names = {token: text for text, token in self._files.special.items()}
         runs = itertools.groupby(ids, lambda token: token in names)
         return "".join(
@@ -109,7 +105,7 @@ class Encoder(abc.ABC):
 
 
 def guarded_name(files: TokenizerFiles) -> str:
-    """Name of the guarded pair as a backend: ``gigatoken+tokenizers``."""
+    """Return the backend name of the guarded pair: ``gigatoken+tokenizers``."""
     return f"gigatoken+{BACKENDS[files.kind][0]}"
 
 
@@ -117,11 +113,11 @@ def open_encoder(files: TokenizerFiles, backend: str, limits: Limits = Limits())
     """Load ``files`` with a backend of its kind.
 
     Args:
-        backend: one of ``BACKENDS[files.kind]``, or the ``guarded_name``; ``auto`` is decided
-            elsewhere (probe.py).
+        backend: one of ``BACKENDS[files.kind]``, or the ``guarded_name``; probe.py resolves
+            ``auto``.
 
     Raises:
-        ConfigError: the backend does not run this kind of tokenizer, or cannot run this one.
+        ConfigError: the backend does not run this kind of tokenizer, or not this one.
         MegapackError: the backend is not installed.
     """
     if backend == guarded_name(files):
@@ -137,12 +133,12 @@ def open_encoder(files: TokenizerFiles, backend: str, limits: Limits = Limits())
 
 
 def open_reference(files: TokenizerFiles, limits: Limits = Limits()) -> Encoder:  # noqa: B008
-    """The backend whose ids the others must give. Raises as ``open_encoder``."""
+    """Load the backend that defines the ids. Raises as ``open_encoder``."""
     return open_encoder(files, BACKENDS[files.kind][0], limits)
 
 
 def require_backend(files: TokenizerFiles, backend: str) -> None:
-    """ConfigError when a backend does not run tokenizers of this kind."""
+    """Raise ConfigError if a backend does not run tokenizers of this kind."""
     if backend not in BACKENDS[files.kind]:
         choices = ", ".join(BACKENDS[files.kind])
         raise ConfigError(
@@ -187,12 +183,12 @@ class _SentencePiece(Encoder):
 
     def spans(self, text: str) -> NDArray[np.int64]:
         if hasattr(self._processor, "EncodeAsOffsetMapping"):  # 0.2.3 and later
-            found = self._processor.Encode(text, return_type="offset_mapping")["offsets"]
+            pairs = self._processor.Encode(text, return_type="offset_mapping")["offsets"]
         else:
             pieces = self._processor.Encode(text, out_type="immutable_proto").pieces
-            found = [(piece.begin, piece.end) for piece in pieces]
-        spans = np.array(found, np.int64).reshape(-1, 2)
-        # The space that a model puts before a text holds nothing: it goes with what follows.
+            pairs = [(piece.begin, piece.end) for piece in pieces]
+        spans = np.array(pairs, np.int64).reshape(-1, 2)
+        # The space that a model puts before a text has no character: give it the next one.
         return np.stack([spans[:, 0], np.maximum(spans[:, 1], spans[:, 0] + 1)], axis=1)
 
     def _decode(self, ids: list[int]) -> str:
@@ -217,7 +213,7 @@ class _HuggingFace(Encoder):
 
     @functools.cached_property
     def _spanning(self) -> Any:
-        """The tokenizer with spans that cover white space, too."""
+        """Tokenizer whose spans cover white space."""
         tokenizers = require("tokenizers", f"tokenizer {self._files.name}")
         tokenizer = load_tokenizers(self._files)
         tokenizer.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
@@ -242,13 +238,13 @@ class _Gigatoken(Encoder):
             if not is_foreign(error):
                 raise
             raise ConfigError(f"gigatoken cannot run {name}: {first_line(error)}") from error
-        # It remembers every word it has seen; half the limit is left to it at least.
+        # It caches every word. Allow at least half of the limit for this cache.
         half = self._limits.memory_bytes // 2
         self._ceiling = max(self._limits.memory_bytes, resident_bytes() + half)
 
     def encode(self, block: TextBlock) -> Encoded:
         if resident_bytes() > self._ceiling:
-            del self._tokenizer  # first, so that two are never there
+            del self._tokenizer  # before loading, so that there are never two
             self._load()
         rows = self._tokenizer.encode_batch(self._array(block), parallel=self._limits.threads > 1)
         layout = self._awkward.to_packed(rows).layout
@@ -258,7 +254,7 @@ class _Gigatoken(Encoder):
         return bytes(self._tokenizer.decode(ids)).decode("utf-8", errors="replace")
 
     def _array(self, block: TextBlock) -> Any:
-        """The block as an awkward array of strings; no byte is copied."""
+        """Return the block as an awkward array of strings, without a copy."""
         contents = self._awkward.contents
         characters = contents.NumpyArray(block.text, parameters={"__array__": "char"})
         offsets = self._awkward.index.Index64(block.offsets)
@@ -267,7 +263,7 @@ class _Gigatoken(Encoder):
 
 
 def load_tokenizers(files: TokenizerFiles) -> Any:
-    """The `tokenizers.Tokenizer` of a tokenizer.json."""
+    """Return the `tokenizers.Tokenizer` of a tokenizer.json."""
     module = require("tokenizers", f"tokenizer {files.name}")
     try:
         return module.Tokenizer.from_buffer(files.definition())
@@ -278,7 +274,7 @@ def load_tokenizers(files: TokenizerFiles) -> Any:
 
 
 def resident_bytes() -> int:
-    """Memory of this process; 0 where the system does not tell."""
+    """Return the memory of this process; 0 if the system does not report it."""
     try:
         pages = Path("/proc/self/statm").read_bytes().split()[1]
     except OSError:
@@ -291,14 +287,12 @@ def _joined(rows: Sequence[Any]) -> Encoded:
     return np.concatenate([np.zeros(0, np.int32), *rows]).astype(np.int32, copy=False), offsets
 
 
-# ---- gigatoken where it is verified, the reference for all other documents ----------------------
+# ---- gigatoken for verified tokenizers and documents, else the reference ------------------------
 
 
 class GuardedEncoder(Encoder):
-    """gigatoken, and the reference for documents on which the two may differ (verified.py).
-
-    Raises:
-        ConfigError: gigatoken is not verified for this kind of tokenizer, or cannot run it.
+    """gigatoken, and the reference for documents on which the two may differ (verified.py). Raises
+    ConfigError if gigatoken is not verified for this kind of tokenizer, or cannot run it.
     """
 
     def _load(self) -> None:
@@ -314,7 +308,7 @@ class GuardedEncoder(Encoder):
 
     @functools.cached_property
     def _reference(self) -> Encoder:
-        """Loaded when the first document needs it; most corpora have none."""
+        """Reference, loaded when the first document needs it. Most corpora have none."""
         return open_reference(self._files, self._limits)
 
     def _decode(self, ids: list[int]) -> str:
@@ -323,8 +317,8 @@ class GuardedEncoder(Encoder):
     def encode(self, block: TextBlock) -> Encoded:
         guarded = documents_with(block, self._contents)
         if len(self._characters):
-            found = _core.has_characters(block.text, block.offsets, self._characters)
-            guarded |= found.astype(np.bool_)
+            has_one = _core.has_characters(block.text, block.offsets, self._characters)
+            guarded |= has_one.astype(np.bool_)
         if not guarded.any():
             return self._fast.encode(block)
         return _woven(
@@ -338,8 +332,10 @@ _MANY = 16
 
 
 def documents_with(block: TextBlock, contents: Sequence[bytes]) -> NDArray[np.bool_]:
-    """Return which documents contain one of ``contents`` (also those in which one seems to begin,
-    across the border to the next document).
+    """Return a mask of the documents that contain one of ``contents``.
+
+    A match that crosses into the next document counts, too: one needless document for the
+    reference.
     """
     result = np.zeros(len(block), np.bool_)
     if not contents:
@@ -347,24 +343,20 @@ def documents_with(block: TextBlock, contents: Sequence[bytes]) -> NDArray[np.bo
     data = block.text.tobytes()
     if len(contents) <= _MANY:
         searches: list[Callable[[int], int]] = [partial(data.find, content) for content in contents]
-    else:  # one pass over the text; it is slower than a few of the searches above
+    else:  # one pass over the text, slower than a few of the searches above
         pattern = re.compile(b"|".join(map(re.escape, contents)))
         searches = [lambda begin: match.start() if (match := pattern.search(data, begin)) else -1]
     for search in searches:
-        at = search(0)
-        while at >= 0:
-            document = int(np.searchsorted(block.offsets, at, "right")) - 1
+        position = search(0)
+        while position >= 0:
+            document = int(np.searchsorted(block.offsets, position, "right")) - 1
             result[document] = True
-            at = search(int(block.offsets[document + 1]))
+            position = search(int(block.offsets[document + 1]))
     return result
 
 
-def _woven(
-    guarded: NDArray[np.bool_],
-    fast: Encoded,
-    reference: Encoded,
-) -> Encoded:
-    """Both results, documents in the order of the block."""
+def _woven(guarded: NDArray[np.bool_], fast: Encoded, reference: Encoded) -> Encoded:
+    """Merge both results in the order of the block."""
     lengths = np.empty(len(guarded), np.int64)
     lengths[~guarded], lengths[guarded] = np.diff(fast[1]), np.diff(reference[1])
     offsets = offsets_of(lengths)

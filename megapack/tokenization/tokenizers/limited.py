@@ -1,14 +1,15 @@
-"""Python code with limits on CPU time and memory, in a forked child process.
+"""Run Python code in a forked child process with limits on CPU time and memory.
 
     for text in run_limited(render(chats), seconds=10, num_bytes=2 << 30):
-        ...    # render is a generator; it runs in the child, its items arrive pickled
+        ...    # render is a generator; it runs in the child, which sends its items
 
-A loop inside a library written in C or Rust cannot be interrupted, and a library may abort the
-process. A child process can be killed, and its death can be reported as an error of one line.
+A loop inside C or Rust code cannot be interrupted, and a library may abort its process. A child
+process can be killed, and its death becomes an error of one line.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import resource
@@ -23,18 +24,16 @@ from megapack.errors import MegapackError
 
 T = TypeVar("T")
 
-_WALL_FACTOR = 30  # a deadlock uses no CPU time: elapsed time is limited, too
+_WALL_FACTOR = 30  # elapsed time is limited, too: a deadlock uses no CPU time
 _seconds = 0.0  # CPU time limit of this process; 0: none
 
 
 class LimitError(MegapackError):
-    """The child exceeded a limit or was killed; the message says which, as a clause."""
+    """The child exceeded a limit or was killed. The message says which, as a clause."""
 
 
 def run_limited(items: Iterable[T], *, seconds: float, num_bytes: int) -> Iterator[T]:
-    """Yield ``items``, which a child process computes.
-
-    Close the iterator to end the child early.
+    """Yield ``items``, which a child process computes. Closing the iterator ends the child.
 
     Args:
         seconds: CPU time for each item, or from one ``renew_time_limit`` to the next.
@@ -46,7 +45,7 @@ def run_limited(items: Iterable[T], *, seconds: float, num_bytes: int) -> Iterat
     """
     reader, writer = multiprocessing.Pipe(duplex=False)
     with warnings.catch_warnings():
-        # Python warns of threads. The child runs Python code only, and takes no lock of theirs.
+        # Python warns that threads may hold locks. The child takes none of their locks.
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
@@ -96,7 +95,8 @@ def _send_items(items: Iterable[Any], writer: Connection, seconds: float, num_by
     except (OSError, ValueError):
         pass  # this system has no such limit
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # A library that aborts prints several lines first.
+    # A library that aborts prints several lines first, and so does Python.
+    faulthandler.disable()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     iterator, error = iter(items), None
     while error is None:

@@ -1,8 +1,9 @@
-"""`--backend auto`: the fastest backend that gives the reference's token ids, found by trying.
+"""`--backend auto`: find the fastest backend that gives the reference's token ids, by running it.
 
-- choose_backend: gigatoken, guarded, where it agrees with the reference on ``hard_texts`` and on
-  ``sample_blocks`` of the corpus; else the reference
-- first_difference: where two encoders part
+- choose_backend: guarded gigatoken if it agrees with the reference on ``hard_texts`` and on
+  ``sample_blocks`` of the corpus, else the reference
+- require_runnable: run a tokenizer in a child process first
+- first_difference: the first token in which two encoders differ
 """
 
 from __future__ import annotations
@@ -38,14 +39,12 @@ def choose_backend(
     read: ReadOptions,
     note: Callable[[str], None],
 ) -> str:
-    """The backend to use. ``auto`` takes gigatoken if it is there and agrees with the reference.
+    """Return the backend to use. ``auto``: gigatoken if installed and equal to the reference.
 
-    It is compared on ``hard_texts`` and on half a megabyte of this corpus; documents on which it is
-    known to differ go to the reference in any case (``GuardedEncoder``). Whatever is decided
-    against it is said through ``note``.
-
-    Raises:
-        ConfigError: a backend that does not run this kind of tokenizer.
+    The two are compared on ``hard_texts`` and on half a megabyte of this corpus. Documents on which
+    gigatoken is known to differ always go to the reference (``GuardedEncoder``). ``note`` receives
+    the reason for not using gigatoken. Raises ConfigError if the backend does not run this kind of
+    tokenizer.
     """
     if backend != "auto":
         require_backend(files, backend)
@@ -65,7 +64,7 @@ def choose_backend(
     for block in (TextBlock.of_texts(hard_texts(files)), *sample_blocks(shards, read)):
         try:
             difference = first_difference(block, expected, guarded)
-        except BaseException as error:  # a document on which one of them fails
+        except BaseException as error:  # one of them fails on a document
             if not is_foreign(error):
                 raise
             difference = first_line(error)
@@ -76,18 +75,17 @@ def choose_backend(
 
 
 # ---- Trial of a tokenizer in a child process ----------------------------------------------------
-# Libraries abort the process, or run out of memory, on some damaged or hostile files.
+# Some damaged or hostile files make a library abort the process, or run out of memory.
 
 _TRIAL_SECONDS = 20  # of CPU
-_TRIAL_BYTES = 8 << 30  # on top of what this process has mapped
+_TRIAL_BYTES = 8 << 30
 
 
 def require_runnable(files: TokenizerFiles) -> None:
     """Load a tokenizer and encode some texts in a child process with limits.
 
     Raises:
-        ConfigError: the child was killed, or exceeded a limit.
-        FormatError: the tokenizer library refuses the files.
+        FormatError: the library refuses the files; the child was killed, or exceeded a limit.
         MegapackError: a package is missing.
     """
     if files.kind == "bytes":
@@ -105,23 +103,23 @@ def require_runnable(files: TokenizerFiles) -> None:
 
 
 def _trial(files: TokenizerFiles) -> Iterator[str | None]:
-    """Run the reference; yield None, or what went wrong in one line."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # this process has none of the parent's threads
+    """Run the reference; yield None, or the error in one line."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a forked process has no threads
     try:
         encoder = open_reference(files)
     except BaseException as error:
         yield first_line(error)
         return
-    # Failing on a text is the matter of that document; running without end is not.
+    # An error is a fault of the one document that has such a text. An endless loop is not.
     with contextlib.suppress(BaseException):
         encoder.encode(TextBlock.of_texts(hard_texts(files)))
     yield None
 
 
 def sample_blocks(shards: Sequence[Shard], read: ReadOptions) -> list[TextBlock]:
-    """The beginnings of a few shards, spread over the corpus; half a megabyte in all.
+    """Return the beginnings of a few shards, spread over the corpus; half a megabyte in all.
 
-    A text that is longer than its share is cut. A conversation is not, or it would be none.
+    A text beyond its share is cut; a conversation is not: a part of its JSON is invalid.
     """
     chosen = shards[:: max(1, len(shards) // _SAMPLE_SHARDS)][:_SAMPLE_SHARDS]
     blocks = []
@@ -138,24 +136,24 @@ def sample_blocks(shards: Sequence[Shard], read: ReadOptions) -> list[TextBlock]
 
 
 def _cut(block: TextBlock, num_bytes: int) -> TextBlock:
-    """Without what the last document has beyond ``num_bytes`` of the block, at a character."""
+    """Cut the block to ``num_bytes``, between two characters."""
     if len(block.text) <= num_bytes:
         return block
-    while block.text[num_bytes] & 0xC0 == 0x80:  # inside of a character
+    while block.text[num_bytes] & 0xC0 == 0x80:  # in the middle of a character
         num_bytes -= 1
     offsets = np.minimum(block.offsets, num_bytes)
     return dataclasses.replace(block, text=block.text[:num_bytes].copy(), offsets=offsets)
 
 
 def first_difference(block: TextBlock, reference: Encoder, other: Encoder) -> str | None:
-    """Where ``other`` first encodes unlike ``reference``: the document, the token, the text there;
-    None: nowhere.
+    """Return the document, the token and the text where ``other`` first differs from ``reference``;
+    None if it does not.
     """
-    expected, expected_at = reference.encode(block)
-    found, found_at = other.encode(block)
+    expected_ids, expected_offsets = reference.encode(block)
+    ids, offsets = other.encode(block)
     for i in range(len(block)):
-        a = expected[expected_at[i] : expected_at[i + 1]].astype(np.int64)
-        b = found[found_at[i] : found_at[i + 1]].astype(np.int64)
+        a = expected_ids[expected_offsets[i] : expected_offsets[i + 1]].astype(np.int64)
+        b = ids[offsets[i] : offsets[i + 1]].astype(np.int64)
         if np.array_equal(a, b):
             continue
         common = min(len(a), len(b))
@@ -165,13 +163,13 @@ def first_difference(block: TextBlock, reference: Encoder, other: Encoder) -> st
         text = block.strings()[i][begin : begin + 48]
         return (
             f"{block.place(i)}, token {at}, near {text!r}: the reference gives "
-            f"{a[at : at + 6].tolist()} ..., the other {b[at : at + 6].tolist()} ..."
+            f"{a[at : at + 6].tolist()} ..., gigatoken {b[at : at + 6].tolist()} ..."
         )
     return None
 
 
 def hard_texts(files: TokenizerFiles) -> list[str]:
-    """Texts on which implementations of one tokenizer part most easily."""
+    """Return texts in which implementations of one tokenizer are most likely to differ."""
     special = list(files.special)
     spaces = " \t\n\r\x0b\x0c\x1c\x85\xa0\u2003\u2028\u3000"
     return [

@@ -1,21 +1,21 @@
-"""Conversations through a tokenizer's own chat template: tokens, and which of them carry loss.
+"""Conversations through the tokenizer's chat template: tokens, and which of them carry loss.
 
 - TemplateChats: conversations -> tokens, and which of them carry loss
-- keys_beside: what is read of a document beside its messages
+- template_keys: keys of a document that are read in addition to its messages
 
-Which part of the rendered text the assistant wrote is known in two ways. A template that marks it,
-``{% generation %}...{% endgeneration %}``, is taken at its word. Otherwise the conversation is
-rendered up to every answer, with and without it, and the answer is what came to be in between:
+The assistant's part of the text is known from the template's ``{% generation %}`` marks. Without
+marks, the conversation is rendered with and without each answer; the difference is the answer:
 
     up to the answer, with a generation prompt    <user>hi<end>\\n<assistant>
     with the answer                               <user>hi<end>\\n<assistant>yo<end>\\n
-    learned, up to the token that ends the turn                              yo<end>
+    loss, up to the token that ends the turn                                 yo<end>
 """
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,7 +35,7 @@ from megapack.tokenization.tokenizers.limited import LimitError, run_limited
 from megapack.tokenization.tokenizers.tokenizer import TokenizerFiles
 
 _TOOLS, _DOCUMENTS, _CLOCK = "tools", "documents", "strftime_now"
-# Given by whoever renders a template, never by a document.
+# Set by the program that renders a template, never by a document.
 _GIVEN = frozenset({"messages", _TOOLS, _CLOCK, "add_generation_prompt"}) | {
     f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 }
@@ -44,39 +44,41 @@ _LIMITS = {"seconds": 10, "num_bytes": 2 << 30}  # of one rendering
 
 
 class TemplateChats:
-    """Conversations as the tokenizer's publisher writes them.
+    """Conversations in the format of the tokenizer's publisher.
 
-    The text is rendered whole and tokenized whole, so the tokens are those of Hugging Face's
-    ``apply_chat_template``. A token carries loss when it holds a character of an answer. ``loss``
-    on the ``content`` learns what a model writes after the generation prompt, up to the token that
-    ends the turn; on the ``turn``, the role header as well, but for its first token.
+    The whole text is rendered, then tokenized, so the tokens equal those of Hugging Face's
+    ``apply_chat_template``. A token carries loss if it contains a character of an answer. ``loss``
+    "content": what a model writes after the generation prompt, up to the token that ends the turn;
+    "turn": the role header as well, except its first token.
 
     Args:
-        variables: of the template, each as ``--template-variables`` has it.
+        variables: ``--template-variables``.
 
     Raises:
-        ConfigError: the tokenizer has no chat template, or a broken one, or is not a
-            tokenizer.json; a variable is not one of the template.
+        ConfigError: the tokenizer is not a tokenizer.json, or has no chat template or a broken one;
+            the template does not read a variable.
     """
 
     def __init__(
         self, files: TokenizerFiles, loss: ChatLoss, variables: Sequence[str] = ()
     ) -> None:
-        self._templates = _open_templates(files)
-        self._variables = _read_variables(variables, _names_read(self._templates), files.name)
+        self._files = files
+        self._variables = _read_variables(variables, _names_read(files), files.name)
         self._fixed = {**_special_variables(files), **self._variables.fixed}
         self._loss = loss
         self._special = tuple(files.special)
         tokenizers = require("tokenizers", f"tokenizer {files.name}")
         self._tokenizer = load_tokenizers(files)
-        # Nothing is added to a rendered text, and offsets shall cover white space, too.
+        # Add no special tokens to a rendered text; offsets must cover white space.
         self._tokenizer.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
 
-    def render_all(self, texts: Sequence[str]) -> Iterator[Rendered | DataError]:
-        """Render JSON documents in a child process; yield an error for each that has no text.
+    @functools.cached_property
+    def _templates(self) -> dict[str, ChatTemplate]:
+        return _open_templates(self._files)  # in the child process
 
-        Raises:
-            LimitError: the template needs too much time or memory for the next document.
+    def render_all(self, texts: Sequence[str]) -> Iterator[Rendered | DataError]:
+        """Render JSON documents in a child process; yield an error for an unusable one. Raises
+        LimitError if the next document needs too much time or memory.
         """
         return run_limited(map(self._render_json, texts), **_LIMITS)
 
@@ -88,14 +90,14 @@ class TemplateChats:
 
     def render(self, chat: Chat) -> Rendered:
         """Return a conversation's text and the answers in it. Raises DataError."""
-        said = self._said_beside(chat)
-        tools = said[_TOOLS] is not None and "tool_use" in self._templates
+        extra = self._extra_variables(chat)
+        tools = extra[_TOOLS] is not None and "tool_use" in self._templates
         template = self._templates["tool_use" if tools else "default"]
-        if said[_TOOLS] and _TOOLS not in template.variables:
+        if extra[_TOOLS] and _TOOLS not in template.variables:
             raise DataError(
-                "the chat template does not read its tools; --tools-key '' leaves them out"
+                "the chat template does not read its tools; ignore them with --tools-key ''"
             )
-        variables = {**self._fixed, **said}
+        variables = {**self._fixed, **extra}
 
         def render(messages: Sequence[Message], *, prompt: bool = False) -> Rendered:
             given = {"messages": normalized(messages), "add_generation_prompt": prompt}
@@ -104,64 +106,64 @@ class TemplateChats:
         # Marks enclose the content only, not the role header.
         if template.marks_answers and self._loss == "content":
             return render(chat.messages)
-        return _compared(render, chat.messages, self._loss, self._special)
+        return _find_answers(render, chat.messages, self._loss, self._special)
 
     def code(self, rendered: Rendered | DataError) -> CodedChat:
-        """Return the tokens of a rendered conversation. Raises an error that it is given."""
+        """Return the tokens of a rendered conversation. Raises ``rendered`` if it is an error."""
         if isinstance(rendered, DataError):
             raise rendered
         encoding = self._tokenizer.encode(rendered.text, add_special_tokens=False)
-        at = np.array(encoding.offsets, np.int64).reshape(-1, 2)
-        learned = np.zeros(len(at), np.bool_)
+        offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+        learned = np.zeros(len(offsets), np.bool_)
         for begin, end in rendered.answers:
-            inside = np.flatnonzero((at[:, 0] < end) & (at[:, 1] > begin))
+            inside = np.flatnonzero((offsets[:, 0] < end) & (offsets[:, 1] > begin))
             learned[inside[1:] if self._loss == "turn" else inside] = True
         return CodedChat(np.array(encoding.ids, np.int32), learned)
 
-    def _said_beside(self, chat: Chat) -> dict[str, Any]:
-        """The document's own variables; ``tools`` and ``documents`` are None where it has none."""
-        unnamed = [name for name in chat.beside if name not in (_TOOLS, *self._variables.named)]
+    def _extra_variables(self, chat: Chat) -> dict[str, Any]:
+        """Return the document's variables; ``tools`` and ``documents`` default to None."""
+        unnamed = [name for name in chat.variables if name not in (_TOOLS, *self._variables.named)]
         if unnamed:
             name = unnamed[0]
             raise DataError(
-                f"it has {name!r}, which the chat template reads: say --template-variables {name} "
-                f"to pass it on, {name}= to leave it out"
+                f"it has {name!r}, which the chat template reads: pass it with "
+                f"--template-variables {name}, or ignore it with --template-variables {name}="
             )
-        said: dict[str, Any] = {_TOOLS: None, _DOCUMENTS: None, **chat.beside}
-        if _DOCUMENTS in self._fixed and _DOCUMENTS not in chat.beside:
-            del said[_DOCUMENTS]
+        extra: dict[str, Any] = {_TOOLS: None, _DOCUMENTS: None, **chat.variables}
+        if _DOCUMENTS in self._fixed and _DOCUMENTS not in chat.variables:
+            del extra[_DOCUMENTS]
         for name in (_TOOLS, _DOCUMENTS):
-            values = said.get(name)
+            values = extra.get(name)
             wrong = [] if values is None else [values]
             if isinstance(values, list):
                 wrong = [value for value in values if not isinstance(value, dict)]
             if wrong:
                 kind = json_kind(wrong[0])
-                raise DataError(f"{name} must be a list of objects, and holds {kind}")
-        return said
+                raise DataError(f"{name} must be a list of objects; it contains {kind}")
+        return extra
 
 
-def keys_beside(
+def template_keys(
     files: TokenizerFiles, tools_key: str, variables: Sequence[str]
 ) -> tuple[tuple[str, str], ...]:
-    """What is read of a document beside its messages (``ReadOptions.beside``): its tools, and all
-    that the template would take from it, so that nothing is left out without a word.
+    """Return the keys of a document to read with its messages (``ReadOptions.extra_keys``).
 
-    Raises:
-        ConfigError: as ``TemplateChats``.
+    These are the tools, and every variable of the template that a document may set. So a document
+    with a variable that the user did not name is refused, not rendered without it. Raises as
+    ``TemplateChats``.
     """
-    names = _names_read(_open_templates(files))
-    ours = _read_variables(variables, names, files.name)
-    own = sorted(names - _GIVEN - set(ours.fixed) - set(ours.ignored))
-    return (*([(_TOOLS, tools_key)] if tools_key else ()), *((name, name) for name in own))
+    names = _names_read(files)
+    options = _read_variables(variables, names, files.name)
+    unset = sorted(names - _GIVEN - set(options.fixed) - set(options.ignored))
+    return (*([(_TOOLS, tools_key)] if tools_key else ()), *((name, name) for name in unset))
 
 
 class _Variables(NamedTuple):
-    """``--template-variables``, taken apart."""
+    """Parsed ``--template-variables``."""
 
-    named: list[str]  # NAME: the document's
-    fixed: dict[str, Any]  # NAME=JSON: the same for all
-    ignored: list[str]  # NAME=: what documents say is not passed on
+    named: list[str]  # NAME: from the document
+    fixed: dict[str, Any]  # NAME=JSON: the same for all documents
+    ignored: list[str]  # NAME=: never passed to the template
 
 
 def _read_variables(words: Sequence[str], known: frozenset[str], name: str) -> _Variables:
@@ -170,22 +172,22 @@ def _read_variables(words: Sequence[str], known: frozenset[str], name: str) -> _
         variable, fixes, value = word.partition("=")
         fixable = value and (variable == _CLOCK or variable.endswith("_token"))
         if variable not in known or (variable in _GIVEN and not fixable):
-            names = ", ".join(sorted(known - _GIVEN)) or "none of its own"
+            names = ", ".join(sorted(known - _GIVEN)) or "none"
             raise ConfigError(
-                f"--template-variables {word}: the chat template of {name} takes no {variable!r} "
-                f"from documents; it takes: {names}"
+                f"--template-variables {word}: the chat template of {name} reads no {variable!r} "
+                f"from documents; it reads: {names}"
             )
         if not fixes:
             result.named.append(variable)
         elif not value:
             result.ignored.append(variable)
         else:
-            read: Callable[[str], Any] = json.loads
-            form = "JSON; a string has quotes of its own"
+            parse: Callable[[str], Any] = json.loads
+            form = "JSON (a string with its quotes)"
             if variable == _CLOCK:
-                read, form = clock, "a date, 2026-01-31"
+                parse, form = clock, "a date, 2026-01-31"
             try:
-                result.fixed[variable] = read(value)
+                result.fixed[variable] = parse(value)
             except ValueError as error:
                 raise ConfigError(
                     f"--template-variables {word}: the value must be {form} ({error})"
@@ -193,34 +195,34 @@ def _read_variables(words: Sequence[str], known: frozenset[str], name: str) -> _
     return result
 
 
-def _compared(
+def _find_answers(
     render: Callable[..., Rendered],
     messages: Sequence[Message],
     loss: ChatLoss,
     special: tuple[str, ...],
 ) -> Rendered:
-    """The conversation, with the answers found by rendering it with and without them."""
+    """Render a conversation; find the answers by rendering it with and without each of them."""
     text, _ = render(messages)
     spans: list[Span] = []
     for k, message in enumerate(messages):
         if message["role"] != ASSISTANT:
             continue
         before, _ = render(messages[:k], prompt=loss == "content")
-        behind = text if k + 1 == len(messages) else render(messages[: k + 1]).text
-        if not (behind.startswith(before) and text.startswith(behind)):
+        after = text if k + 1 == len(messages) else render(messages[: k + 1]).text
+        if not (after.startswith(before) and text.startswith(after)):
             raise DataError(
-                f"the chat template writes message {k} differently when others follow; it "
-                "needs {% generation %} marks around answers, or use --chat-format headers"
+                f"the chat template writes message {k} differently when others follow: add "
+                "{% generation %} marks around answers, or use --chat-format headers"
             )
-        # Templates write a line end behind the token that ends the turn; models do not.
-        stripped = behind.rstrip()
-        end = len(stripped) if stripped.endswith(special) else len(behind)
+        # Templates write a line end after the token that ends the turn; models do not.
+        stripped = after.rstrip()
+        end = len(stripped) if stripped.endswith(special) else len(after)
         spans.append((len(before), end))
     return Rendered(text, spans)
 
 
 def _open_templates(files: TokenizerFiles) -> dict[str, ChatTemplate]:
-    """By name: ``default``, and ``tool_use`` for conversations with tools where there is one."""
+    """Return templates by name: ``default``, and ``tool_use`` for conversations with tools."""
     if files.kind != "hf":
         raise ConfigError(
             f"{files.name} is a {files.kind} tokenizer; chat templates belong to a "
@@ -230,31 +232,37 @@ def _open_templates(files: TokenizerFiles) -> dict[str, ChatTemplate]:
     if "default" not in sources:
         raise ConfigError(
             f"{files.name} has no chat template (tokenizer_config.json or chat_template.jinja "
-            "beside it); use --chat-format headers"
+            "in its directory); use --chat-format headers"
         )
-    title = f"the chat template of {files.name}"
+    return {
+        name: ChatTemplate(sources[name], f"the chat template of {files.name}")
+        for name in ("default", "tool_use")
+        if name in sources
+    }
 
-    def compiled() -> dict[str, ChatTemplate]:
-        names = [name for name in ("default", "tool_use") if name in sources]
-        return {name: ChatTemplate(sources[name], title) for name in names}
 
-    # Jinja evaluates constant expressions when it compiles: try in a child process first.
+def _names_read(files: TokenizerFiles) -> frozenset[str]:
+    """Return the variables that the templates read."""
+
+    # In a child process: Jinja evaluates constant expressions when it compiles a template.
+    def names() -> Iterator[frozenset[str]]:
+        templates = _open_templates(files).values()
+        yield frozenset().union(*(template.variables for template in templates))
+
     try:
-        any(run_limited((not compiled() for _ in range(1)), **_LIMITS))
+        (result,) = run_limited(names(), **_LIMITS)
     except LimitError as error:
-        raise ConfigError(f"{title} cannot be compiled: {error}; use another template") from error
-    return compiled()
-
-
-def _names_read(templates: Mapping[str, ChatTemplate]) -> frozenset[str]:
-    return frozenset().union(*(template.variables for template in templates.values()))
+        raise ConfigError(
+            f"the chat template of {files.name} cannot be compiled: {error}; use another template"
+        ) from error
+    return result
 
 
 def _special_variables(files: TokenizerFiles) -> dict[str, str]:
-    """bos_token, eos_token and so on, as templates call them."""
-    more = files.config.get("extra_special_tokens")
+    """Return the variables bos_token, eos_token and so on."""
+    extra = files.config.get("extra_special_tokens")
     variables = {}
-    for name, value in {**files.config, **(more if isinstance(more, dict) else {})}.items():
+    for name, value in {**files.config, **(extra if isinstance(extra, dict) else {})}.items():
         text = value.get("content") if isinstance(value, dict) else value
         if name.endswith("_token") and isinstance(text, str):
             variables[name] = text

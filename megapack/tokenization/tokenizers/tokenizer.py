@@ -1,15 +1,15 @@
-"""What a tokenizer is: its files, its vocabulary, its special tokens.
+"""A tokenizer on disk: its files, its vocabulary size, its special tokens.
 
-- TokenizerFiles: a tokenizer on disk; ``TokenizerFiles.open`` finds out what a name stands for
+- TokenizerFiles: files of a tokenizer; ``TokenizerFiles.open`` resolves a name
 - SpecialToken: a token that begins or ends documents
-- library_versions: of what makes ids of text
+- library_versions: versions of the packages that determine the ids
 
     files = TokenizerFiles.open("bytes")
     files.kind, files.vocab_size, files.special_token("eod")
     # -> ("bytes", 259, SpecialToken("<eod>", 256))
 
-Who runs it is another matter (encoders.py): the same tokenizer.json is run by `tokenizers` or
-gigatoken, the same .model by sentencepiece or gigatoken.
+encoders.py runs tokenizers: `tokenizers` or gigatoken run a tokenizer.json, sentencepiece or
+gigatoken a .model.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import xxhash
 
 from megapack.errors import ConfigError, DataError, FormatError, require
 
-# Raised whenever megapack itself makes other ids of the same text, files and libraries.
+# Incremented when megapack itself makes other ids from the same text, files and libraries.
 _IDS_VERSION = 2
 
 # Libraries reserve memory up to the largest id; the largest published vocabulary has 262,144 ids.
@@ -39,7 +39,7 @@ Role = Literal["bos", "eod"]
 # The byte tokenizer: ids 0..255 are bytes, these follow.
 _BYTE_SPECIALS = ("<eod>", "<bos>", "<pad>")
 
-# What may be in a directory, the first that is there.
+# Files of a tokenizer in a directory; the first complete entry wins.
 _IN_DIRECTORY = (
     ("tokenizer.json",),
     ("tokenizer.model",),
@@ -47,9 +47,8 @@ _IN_DIRECTORY = (
     ("vocab.json", "merges.txt"),
 )
 
-# Where a tokenizer.json has what would make another corpus of the same text, some of it at every
-# run: files saved after fine-tuning, or for training with sampled subwords, do.
-# (of the tokenizer's model, its name)
+# Settings of a tokenizer.json that would cut, pad or randomly change documents. Files saved after
+# fine-tuning, or for training with sampled subwords, have them. (a setting of its model, name)
 _HARMFUL = (
     (False, "truncation"),
     (False, "padding"),
@@ -58,23 +57,16 @@ _HARMFUL = (
     (True, "nbest_size"),
 )
 
-# GPT-2's vocab.json and merges.txt: what is one token wherever it stands they do not say.
+# GPT-2's vocab.json and merges.txt do not list the special tokens.
 _GPT2_END = "<|endoftext|>"
 _CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
 _NAMED = ("unk_token", "bos_token", "eos_token", "pad_token")
-_GPT2_CONFIG = dict.fromkeys(_NAMED[:3], _GPT2_END)  # unless tokenizer_config.json says otherwise
+_GPT2_CONFIG = dict.fromkeys(_NAMED[:3], _GPT2_END)  # tokenizer_config.json overrides it
 
 
-# Names by which published tokenizers call their first and last token, for a tokenizer.json that
-# comes without the tokenizer_config.json that would say so.
+# Usual names of the first and last token, for a tokenizer.json without tokenizer_config.json.
 _USUAL: dict[Role, tuple[str, ...]] = {
-    "bos": (
-        "<s>",
-        "<|begin_of_text|>",
-        "<bos>",
-        "<|begin\u2581of\u2581sentence|>",
-        "[CLS]",
-    ),
+    "bos": ("<s>", "<|begin_of_text|>", "<bos>", "<|begin\u2581of\u2581sentence|>", "[CLS]"),
     "eod": (
         "<|endoftext|>",
         "</s>",
@@ -88,40 +80,42 @@ _USUAL: dict[Role, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class SpecialToken:
+    """A special token."""
+
     text: str
     id: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerFiles:
-    """A tokenizer on disk, small enough to be sent to every worker.
+    """A tokenizer on disk. Small: it is sent to every worker.
 
-    ``vocab_size`` is one more than the largest id, added tokens included. ``digest`` is xxh3-128 of
-    the tokenizer's own files: two builds belong together when their digests agree.
+    ``vocab_size`` is the largest id plus 1, added tokens included. ``digest`` is xxh3-128 of the
+    tokenizer's files; builds with equal digests can be joined.
     """
 
     kind: Kind
-    name: str  # as the user named it
+    name: str  # as given by the user
     paths: tuple[Path, ...] = ()  # tokenizer.json, a .model, or vocab.json and merges.txt
     vocab_size: int
     digest: str
     special: Mapping[str, int] = field(default_factory=dict)  # text -> id of added tokens
-    # Of ``special``, those that a text does not contain by intent: text -> id, without unk.
+    # Those of ``special`` that a text contains only by accident: text -> id, without unk.
     controls: Mapping[str, int] = field(default_factory=dict)
     special_as_text: bool = False  # encode ``controls`` found in a text as text
     config: Mapping[str, Any] = field(default_factory=dict)  # tokenizer_config.json
-    # Texts of the tokens that the tokenizer itself puts before and behind a text.
+    # Texts of the tokens that the tokenizer itself adds before and after a text.
     framing: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     file_digests: Mapping[str, str] = field(default_factory=dict)  # file name -> xxh3-128
-    # Settings of a tokenizer.json that would cut, pad or change a corpus by chance; switched off.
+    # Settings of a tokenizer.json that would cut, pad or randomly change documents.
     switched_off: tuple[str, ...] = ()
 
     def identity(self) -> dict[str, Any]:
-        """Identity: equal for tokenizers that give the same ids and write the same chats; JSON.
+        """Return a JSON value that is equal for tokenizers with equal ids and chats.
 
-        ``files`` are the digests of every file that was read: the tokenizer's own, and what says
-        its special tokens and its chat template. Which packages run it is another matter
-        (``library_versions``). To check a machine, open the same name there and compare.
+        ``files`` has the digest of every file that was read: the tokenizer, its special tokens, its
+        chat templates. It does not include packages (``library_versions``). To check a machine,
+        open the same name there and compare.
         """
         return {
             "kind": self.kind,
@@ -131,11 +125,11 @@ class TokenizerFiles:
 
     @staticmethod
     def open(name: str) -> TokenizerFiles:
-        """Find out what ``name`` is: ``bytes``, a .model, a tokenizer.json, a directory that
-        holds one of them or GPT-2's vocab.json and merges.txt, or these two with a comma between.
+        """Open ``name``: ``bytes``, a .model, a tokenizer.json, a directory with one of them or
+        with GPT-2's vocab.json and merges.txt, or the paths of these two with a comma between them.
 
         Raises:
-            ConfigError: there is no such tokenizer.
+            ConfigError: the tokenizer does not exist.
             FormatError: the file is not a tokenizer.
         """
         if name == "bytes":
@@ -180,18 +174,17 @@ class TokenizerFiles:
 
     @property
     def chat_templates(self) -> dict[str, str]:
-        """By name; a tokenizer's only one is ``default``."""
-        said = self.config.get("chat_template")
-        entries = said if isinstance(said, list) else [{"name": "default", "template": said}]
+        """Chat templates by name. The name of a single one is ``default``."""
+        value = self.config.get("chat_template")
+        entries = value if isinstance(value, list) else [{"name": "default", "template": value}]
         named = {entry.get("name"): entry.get("template") for entry in entries}
         return {str(name): text for name, text in named.items() if isinstance(text, str)}
 
     def definition(self) -> bytes:
-        """The .model or tokenizer.json, made of vocab.json and merges.txt where these are given,
-        without the settings that are ``switched_off``.
+        """Return the .model or the tokenizer.json, without settings that are ``switched_off``.
 
-        Raises:
-            DataError: a file is no longer what it was when it was opened.
+        vocab.json and merges.txt are converted to a tokenizer.json. Raises DataError if a file was
+        changed after it was opened.
         """
         digests: dict[str, str] = {}
         data = [_read(path, digests) for path in self.paths]
@@ -205,19 +198,19 @@ class TokenizerFiles:
         return _gpt2_definition(self.paths, data, self.config) if len(data) == 2 else data[0]
 
     def special_token(self, role: Role, token: str | int | None = None) -> SpecialToken:
-        """The token that begins (``bos``) or ends (``eod``) a document.
+        """Return the token that begins (``bos``) or ends (``eod``) a document.
 
         Args:
-            token: the token's own name, or its id; without it, what the tokenizer's configuration
-                says, or the one usual name that is among its special tokens.
+            token: its text or id. None: the one in the tokenizer's configuration, or the only usual
+                name among its special tokens.
 
         Raises:
-            ConfigError: there is none, or several could be meant.
+            ConfigError: the token does not exist, or there are several candidates.
         """
         if isinstance(token, int):
             if not 0 <= token < self.vocab_size:
                 raise ConfigError(
-                    f"the {role} token is {token}, and the ids of {self.name} end at "
+                    f"the {role} token is {token}, but the largest id of {self.name} is "
                     f"{self.vocab_size - 1}"
                 )
             names = [text for text, token_id in self.special.items() if token_id == token]
@@ -248,14 +241,14 @@ def _tokenizer_files(name: str) -> tuple[Path, ...]:
             if all((path / name).is_file() for name in names):
                 return tuple(path / name for name in names)
         choices = ", ".join(" with ".join(names) for names in _IN_DIRECTORY)
-        raise ConfigError(f"directory {name} holds no tokenizer: none of {choices}")
+        raise ConfigError(f"directory {name} contains no tokenizer: none of {choices}")
     vocab, comma, merges = name.partition(",")
     if comma and Path(vocab).is_file() and Path(merges).is_file():
         return Path(vocab), Path(merges)
     if not path.is_file():
         raise ConfigError(
-            f"there is no tokenizer at {name}; give a sentencepiece .model, a tokenizer.json, a "
-            "directory that holds one, or the word bytes (nothing is downloaded)"
+            f"no tokenizer at {name}; give a sentencepiece .model, a tokenizer.json, a "
+            "directory with one of them, or the word bytes (megapack downloads nothing)"
         )
     if path.suffix not in (".json", ".model", ".tiktoken"):
         raise ConfigError(f"{name}: a tokenizer is a .model or a tokenizer.json")
@@ -263,7 +256,7 @@ def _tokenizer_files(name: str) -> tuple[Path, ...]:
 
 
 def _refuse_tiktoken(path: Path) -> None:
-    """ConfigError if a file has lines of a base64 text and a rank (Llama 3's tokenizer.model)."""
+    """Raise ConfigError for lines of a base64 text and a rank (Llama 3's tokenizer.model)."""
     with path.open("rb") as file:
         is_ranks = re.match(rb"[A-Za-z0-9+/]+=* \d+\n", file.read(1 << 10)) is not None
     if path.suffix == ".tiktoken" or is_ranks:
@@ -272,7 +265,7 @@ def _refuse_tiktoken(path: Path) -> None:
             "c.TikTokenConverter(sys.argv[1]).converted().save('tokenizer.json')"
         )
         raise ConfigError(
-            f"{path} is a vocabulary in tiktoken's format, which does not say how text is split. "
+            f"{path} is a vocabulary in tiktoken's format, without the rule that splits text. "
             "Use the tokenizer.json that its publisher provides, or convert it with Llama 3's "
             f'split: pip install transformers tiktoken && python -c "{program}" '
             f"{shlex.quote(str(path))}"
@@ -280,14 +273,14 @@ def _refuse_tiktoken(path: Path) -> None:
 
 
 def _read(path: Path, digests: dict[str, str]) -> bytes:
-    """The bytes of a file, whose digest is noted under its name."""
+    """Return the bytes of a file; record its digest by name."""
     data = path.read_bytes()
     digests[path.name] = xxhash.xxh3_128_hexdigest(data)
     return data
 
 
 def _read_json(path: Path, digests: dict[str, str]) -> dict[str, Any]:
-    """The mapping in a file, empty where there is none."""
+    """Return the mapping in a JSON file; {} if the file does not exist."""
     if not path.is_file():
         return {}
     try:
@@ -297,7 +290,7 @@ def _read_json(path: Path, digests: dict[str, str]) -> dict[str, Any]:
 
 
 def _read_config(directory: Path, digests: dict[str, str]) -> dict[str, Any]:
-    """Settings from the files beside a tokenizer; later files overrule earlier ones."""
+    """Read the settings in the tokenizer's directory; later files override earlier ones."""
     config = _read_json(directory / "special_tokens_map.json", digests)
     config |= _read_json(directory / "tokenizer_config.json", digests)
     files = {
@@ -312,7 +305,7 @@ def _read_config(directory: Path, digests: dict[str, str]) -> dict[str, Any]:
 
 
 def _read_hf(path: Path, data: bytes) -> tuple[int, dict[str, int], dict[str, Any]]:
-    """The vocabulary size, the added tokens and the content of a tokenizer.json."""
+    """Return the vocabulary size, the added tokens and the content of a tokenizer.json."""
     try:
         tree = json.loads(data)
         vocab = tree["model"]["vocab"]
@@ -327,14 +320,14 @@ def _read_hf(path: Path, data: bytes) -> tuple[int, dict[str, int], dict[str, An
     if not 0 <= smallest <= largest < _MAX_IDS:
         wrong = smallest if smallest < 0 else largest
         raise FormatError(
-            f"{path} has the token id {wrong}; ids lie in [0, {_MAX_IDS:,}). Correct the file, or "
-            "fetch it again"
+            f"{path} has the token id {wrong}; ids must be in [0, {_MAX_IDS:,}). Correct the "
+            "file, or fetch it again"
         )
     return largest + 1, added, tree
 
 
 def _controls(tree: Mapping[str, Any]) -> dict[str, int]:
-    """The special tokens of a tokenizer.json; unk, which any text may become, is not one."""
+    """Return the special tokens of a tokenizer.json without unk, which any text may produce."""
     model = tree.get("model", {})
     unk, vocab = model.get("unk_token"), model.get("vocab")
     if isinstance(vocab, list) and isinstance(model.get("unk_id"), int):
@@ -344,40 +337,40 @@ def _controls(tree: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _framing(node: Any, config: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Tokens that the tokenizer itself puts before and behind a text.
+    """Return the tokens that the tokenizer itself adds before and after a text.
 
     Args:
         node: the ``post_processor`` of a tokenizer.json.
-        config: its tokenizer_config.json, which overrules the post-processor as in transformers.
+        config: its tokenizer_config.json, which overrides the post-processor as in transformers.
     """
     before: tuple[str, ...] = ()
-    behind: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
     parts = [node] if isinstance(node, dict) else []
     while parts:
         part = parts.pop(0)
         parts += part.get("processors") or []
         if "cls" in part and "sep" in part:  # BertProcessing, RobertaProcessing
-            before, behind = (str(part["cls"][0]),), (str(part["sep"][0]),)
+            before, after = (str(part["cls"][0]),), (str(part["sep"][0]),)
         elif part.get("type") == "TemplateProcessing":
             names = [piece.get("SpecialToken", {}).get("id") for piece in part["single"]]
-            at = names.index(None) if None in names else len(names)
-            before = tuple(names[:at])
-            behind = tuple(name for name in names[at:] if name is not None)
+            position = names.index(None) if None in names else len(names)
+            before = tuple(names[:position])
+            after = tuple(name for name in names[position:] if name is not None)
     for name, adds in (("bos_token", "add_bos_token"), ("eos_token", "add_eos_token")):
         value = config.get(name)
         text = value.get("content") if isinstance(value, Mapping) else value
         if isinstance(config.get(adds), bool) and isinstance(text, str):
             tokens = (text,) if config[adds] else ()
-            before, behind = (tokens, behind) if name == "bos_token" else (before, tokens)
-    return before, behind
+            before, after = (tokens, after) if name == "bos_token" else (before, tokens)
+    return before, after
 
 
 def _take_harmful(tree: dict[str, Any]) -> tuple[str, ...]:
-    """Remove the settings of ``_HARMFUL``; those that were set, each with its value."""
-    taken = [
+    """Remove the settings of ``_HARMFUL``; return those that were set, with their values."""
+    removed = [
         (name, (tree["model"] if of_model else tree).pop(name, None)) for of_model, name in _HARMFUL
     ]
-    return tuple(f"{name} {json.dumps(value)}" for name, value in taken if value is not None)
+    return tuple(f"{name} {json.dumps(value)}" for name, value in removed if value is not None)
 
 
 def _read_sentencepiece(path: Path, data: bytes) -> tuple[int, dict[str, int]]:
@@ -394,15 +387,15 @@ def _read_sentencepiece(path: Path, data: bytes) -> tuple[int, dict[str, int]]:
 def _gpt2_definition(
     paths: Sequence[Path], data: Sequence[bytes], config: Mapping[str, Any]
 ) -> bytes:
-    """A tokenizer.json that gives the ids of transformers' GPT2Tokenizer.
+    """Return a tokenizer.json that gives the ids of transformers' GPT2Tokenizer.
 
     Args:
         paths: of the vocabulary and of the merges, for messages.
         data: their contents.
-        config: ``_GPT2_CONFIG`` and the files beside them, with ``added_tokens``.
+        config: ``_GPT2_CONFIG`` and the files in the same directory, with ``added_tokens``.
 
     Raises:
-        ConfigError: the files are those of another tokenizer, which splits text otherwise.
+        ConfigError: the files belong to another tokenizer, which splits text differently.
         FormatError: the files are not a vocabulary and its merges.
     """
     name = f"{paths[0]} with {paths[1].name}"
@@ -413,28 +406,28 @@ def _gpt2_definition(
         merges = [tuple(line.split()) for line in lines if line and not line.startswith("#version")]
         model = tokenizers.models.BPE(vocab=vocab, merges=merges)
     except Exception as error:  # the Rust library raises nothing narrower
-        raise FormatError(f"{name} are no vocabulary and its merges ({error})") from error
-    said = config.get("tokenizer_class")
+        raise FormatError(f"{name} are not a vocabulary and its merges ({error})") from error
+    class_name = config.get("tokenizer_class")
     is_gpt2 = _GPT2_END in vocab and not any(token.endswith("</w>") for token in vocab)
-    if said not in _CLASSES and (said is not None or not is_gpt2):
+    if class_name not in _CLASSES and (class_name is not None or not is_gpt2):
         raise ConfigError(
-            f"{name} belong to {said or 'another tokenizer'}, not to GPT-2, and do not say how "
-            "text is split; give its tokenizer.json"
+            f"{name} belong to {class_name or 'another tokenizer'}, not to GPT-2, and lack the "
+            "rule that splits text; give its tokenizer.json"
         )
     tokenizer = tokenizers.Tokenizer(model)
     prefix = bool(config.get("add_prefix_space", False))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=prefix)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    # What is one token wherever it stands in a text.
+    # Texts that are always one token.
     added = [*config.get("added_tokens", {}), *config.get("added_tokens_decoder", {}).values()]
     values = [*map(config.get, _NAMED), *added, *config.get("additional_special_tokens", [])]
     texts = (value.get("content") if isinstance(value, Mapping) else value for value in values)
-    found = {text for text in texts if isinstance(text, str)}
-    special = sorted(found, key=lambda text: vocab.get(text, -1))
-    beyond = [text for text in special if text not in vocab]
-    if beyond:
+    unique = {text for text in texts if isinstance(text, str)}
+    special = sorted(unique, key=lambda text: vocab.get(text, -1))
+    missing = [text for text in special if text not in vocab]
+    if missing:
         raise ConfigError(
-            f"{name}: the files beside them add {beyond[0]!r} to the vocabulary; give the "
+            f"{name}: other files in the directory add {missing[0]!r} to the vocabulary; give the "
             "tokenizer.json that transformers writes for them (save_pretrained)"
         )
     tokenizer.add_special_tokens(special)
@@ -442,14 +435,16 @@ def _gpt2_definition(
 
 
 def library_versions(backend: str, *, template: bool = False) -> dict[str, str]:
-    """The versions of what makes ids of text: package -> version, with megapack's own.
+    """Return the versions of packages that determine the ids: package -> version.
+
+    megapack's entry changes whenever megapack itself makes other ids.
 
     Args:
-        backend: as ``choose_backend`` gives it ("tokenizers", "gigatoken+sentencepiece", ...).
-        template: chats go through the tokenizer's chat template.
+        backend: as returned by ``choose_backend`` ("tokenizers", "gigatoken+sentencepiece", ...).
+        template: conversations go through the tokenizer's chat template.
 
     Raises:
-        MegapackError: one of them is not installed.
+        MegapackError: a package is not installed.
     """
     packages = {name for name in backend.split("+") if name != "bytes"}
     if template:

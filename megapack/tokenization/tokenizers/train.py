@@ -1,4 +1,4 @@
-"""Train a tokenizer on the corpus it will encode, read as a build reads it."""
+"""Train a tokenizer on a sample of the corpus."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ __all__ = ["TrainResult", "train_tokenizer"]
 _SLICE_BYTES = 1 << 20
 _MAX_SENTENCE_BYTES = 4096
 
-# Runs of letters, up to three digits, punctuation with its line end, white space; contractions
-# apart. The split of Llama 3's published tokenizer.
+# The split of Llama 3's published tokenizer: contractions, runs of letters, up to three digits,
+# punctuation with its line end, white space.
 _PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -30,8 +30,10 @@ _PATTERN = (
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
+    """A trained tokenizer."""
+
     path: Path
-    written: bool  # False: the same tokenizer was there already
+    written: bool  # False: the output was equal already
     vocab_size: int
     num_documents: int
     num_text_bytes: int
@@ -52,34 +54,32 @@ def train_tokenizer(
 ) -> TrainResult:
     """Train on a sample of ``files`` and write ``output`` (.model, or tokenizer.json).
 
-    The sample is slices at even distances, so the result depends on the inputs and options
-    alone; whether the same tokenizer is there already shows when it is trained.
+    The sample consists of evenly spaced slices, so the result depends on inputs and options only.
+    An equal ``output`` is left unchanged.
 
     Args:
         vocab_size: at least 300.
-        sample_bytes: text to learn from, spread evenly over the corpus.
+        sample_bytes: text to train on.
 
     Raises:
-        ConfigError: ``output`` is no name for a file, or holds another tokenizer and ``overwrite``
-            is False; the vocabulary is larger than the text can fill, or too small; a
-            special token is empty.
-        DataError: a document that may not pass; no text at all.
+        ConfigError: ``output`` is not a file name, or is another tokenizer and ``overwrite`` is
+            False; the vocabulary is too small, or larger than the text can fill; a special token is
+            empty.
+        DataError: a faulty document; no text.
     """
     if vocab_size < 300:
-        raise ConfigError(
-            f"vocabulary size {vocab_size} is below 300; 256 are needed for single bytes"
-        )
+        raise ConfigError(f"vocabulary size {vocab_size} is below 300; single bytes alone need 256")
     if "" in special_tokens:
-        raise ConfigError("a special token is '', which stands everywhere: leave it out")
+        raise ConfigError("a special token is '' (empty): leave it out")
     path = target_of(output)
     check_not_read(path, [file.path for file in files])
     counted = _Counted(_sample(files, sample_bytes, read, faults))
     train = _sentencepiece if type == "sentencepiece" else _bpe_json
-    data, found_size = train(counted, vocab_size, special_tokens)
+    data, actual_size = train(counted, vocab_size, special_tokens)
 
     def difference() -> str | None:
         same = path.read_bytes() == data
-        return None if same else "it is not the tokenizer that these inputs and options give"
+        return None if same else "these inputs and options give another tokenizer"
 
     written = check_target(output, overwrite=overwrite, difference=difference)
     if written:
@@ -88,7 +88,7 @@ def train_tokenizer(
     return TrainResult(
         path=Path(output),
         written=written,
-        vocab_size=found_size,
+        vocab_size=actual_size,
         num_documents=counted.num_documents,
         num_text_bytes=counted.num_text_bytes,
         faults=faults,
@@ -96,7 +96,7 @@ def train_tokenizer(
 
 
 class _Counted:
-    """The texts, counted as they pass. Refuses to end without one."""
+    """Counts texts while it yields them. Raises DataError at the end if there were none."""
 
     def __init__(self, texts: Iterator[str]) -> None:
         self._texts = texts
@@ -116,18 +116,18 @@ def _sample(
     files: Sequence[InputFile], sample_bytes: int, read: ReadOptions, faults: Faults
 ) -> Iterator[str]:
     shards = plan_shards(files, shard_bytes=_SLICE_BYTES, json_key=read.json_key)
-    wanted = min(len(shards), max(1, sample_bytes // _SLICE_BYTES))
-    left = sample_bytes
-    for i in range(wanted):
-        for block in read_blocks(shards[i * len(shards) // wanted].pieces, read, faults):
+    num_slices = min(len(shards), max(1, sample_bytes // _SLICE_BYTES))
+    bytes_left = sample_bytes
+    for i in range(num_slices):
+        for block in read_blocks(shards[i * len(shards) // num_slices].pieces, read, faults):
             yield from block.strings()
-            left -= len(block.text)
-            if left <= 0:
+            bytes_left -= len(block.text)
+            if bytes_left <= 0:
                 return
 
 
 def _lines(texts: Iterator[str]) -> Iterator[str]:
-    """sentencepiece learns from sentences: lines, long ones in parts, line breaks kept."""
+    """Yield sentences for sentencepiece: lines with their line breaks, long ones in parts."""
     for text in texts:
         for line in text.splitlines(keepends=True):
             for begin in range(0, len(line), _MAX_SENTENCE_BYTES // 4):
@@ -148,7 +148,7 @@ def _sentencepiece(
             model_type="bpe",
             vocab_size=vocab_size,
             byte_fallback=True,
-            # What goes in comes out: code keeps its indentation, text its width of space.
+            # Lossless: code keeps its indentation, text its spaces.
             normalization_rule_name="identity",
             remove_extra_whitespaces=False,
             add_dummy_prefix=False,

@@ -26,7 +26,15 @@ from numpy.typing import NDArray
 
 _SPACE = "\u2581"
 
-# (first, last) letters, numbers and marks new in Unicode 17: gigatoken's tables know them,
+# Character -> byte in byte-level BPE (GPT-2's bytes_to_unicode): printable Latin-1 is itself, the
+# other bytes are 256, 257, ...
+_PLAIN = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_OTHERS = (byte for byte in range(256) if byte not in _PLAIN)
+BYTE_ALPHABET = {chr(byte): byte for byte in _PLAIN} | {
+    chr(256 + i): b for i, b in enumerate(_OTHERS)
+}
+
+# (first, last) letters, numbers and marks new in Unicode 17: gigatoken's tables have them,
 # `tokenizers` treats them as unassigned, so that the pre-tokenizer splits differently.
 _UNICODE_17 = (
     *((0x088F, 0x088F), (0x0C5C, 0x0C5C), (0x0CDC, 0x0CDC), (0xA7CE, 0xA7CF), (0xA7D2, 0xA7D2)),
@@ -120,15 +128,17 @@ def _guard_of_json(tree: Mapping[str, Any]) -> Guard:
     _require(model.get("type") == "BPE", f"its model is {model.get('type')}, not BPE")
     for key in ("continuing_subword_prefix", "end_of_word_suffix"):
         _require(not model.get(key), f"its model has {key} {model.get(key)!r}")
-    normalizers = [_normalizer(part) for part in _parts(tree.get("normalizer"), "normalizers")]
-    pre_tokenizers = _parts(tree.get("pre_tokenizer"), "pretokenizers")
+    normalizers = [
+        _normalizer(part) for part in sequence_parts(tree.get("normalizer"), "normalizers")
+    ]
+    pre_tokenizers = sequence_parts(tree.get("pre_tokenizer"), "pretokenizers")
     if model.get("byte_fallback"):
         _require(not model.get("ignore_merges"), "its model has byte_fallback and ignore_merges")
         needed = {f"<0x{byte:02X}>" for byte in range(256)}
         _require_spaces(normalizers, pre_tokenizers)
         plain_allowed = False
     else:
-        needed = {chr(point) for point in _byte_alphabet()}
+        needed = {*BYTE_ALPHABET}
         _require(normalizers in ([], [_NFC]), f"its normalizer is {_names(normalizers)}")
         # A prefix space is added to every piece between two added tokens.
         plain_allowed = not _require_byte_level(pre_tokenizers)
@@ -144,13 +154,13 @@ def _guard_of_json(tree: Mapping[str, Any]) -> Guard:
     return Guard(contents, np.array(sorted(characters), np.int64).reshape(-1))
 
 
-def _parts(node: Any, key: str) -> list[Mapping[str, Any]]:
-    """The parts of nested sequences, in order."""
+def sequence_parts(node: Any, key: str) -> list[Mapping[str, Any]]:
+    """Return the parts of nested sequences of a tokenizer.json, in order."""
     if node is None:
         return []
     if node.get("type") != "Sequence":
         return [node]
-    return [part for inner in node[key] for part in _parts(inner, key)]
+    return [part for inner in node[key] for part in sequence_parts(inner, key)]
 
 
 def _normalizer(part: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -163,7 +173,7 @@ def _names(parts: Sequence[tuple[Any, ...]]) -> str:
 
 
 def _require_byte_level(parts: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether a space is put before texts; raise unless bytes are split as verified."""
+    """Return whether a space is added before texts; raise unless bytes are split as verified."""
     _require(bool(parts) and parts[-1].get("type") == "ByteLevel", "it does not split into bytes")
     last, splits = parts[-1], parts[:-1]
     prefix, uses_regex = bool(last.get("add_prefix_space", True)), last.get("use_regex", True)
@@ -194,18 +204,11 @@ def _require_spaces(
     _require(known, "its pre-tokenizer is not Metaspace, or one with unusual settings")
 
 
-def _byte_alphabet() -> Iterator[int]:
-    """Code points by which byte-level BPE writes the 256 bytes (GPT-2's bytes_to_unicode)."""
-    plain = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    yield from plain
-    yield from range(256, 512 - len(plain))
-
-
 # ---- Added tokens -------------------------------------------------------------------------------
 
 _FLAGS = ("single_word", "lstrip", "rstrip")
 # ASCII characters that NFC makes of others (U+037E, U+1FEF, U+212A), and the space, which other
-# normalizers replace: a text with such a token may look different before it is normalized.
+# normalizers replace: the text may contain such a token only after normalization.
 _MADE_BY_NORMALIZERS = frozenset(" ;`K")
 
 
@@ -215,7 +218,7 @@ def _guarded_contents(
     normalizes: bool,
     plain_allowed: bool,
 ) -> tuple[bytes, ...]:
-    """Contents of added tokens that send a document to the reference."""
+    """Return the contents of added tokens that send a document to the reference."""
     contents = [token["content"] for token in tokens]
     _require(len(set(contents)) == len(contents), "it adds one token twice")
     _require("" not in contents, "it adds an empty token")
@@ -253,17 +256,17 @@ def _overlapping(contents: Sequence[str]) -> set[str]:
     for content in contents:
         for end in range(1, len(content)):
             starts[content[:end]].append(content)
-    known, found = {*contents}, set()
+    known, result = {*contents}, set()
     for content in contents:
         inner = [piece for piece in _pieces(content) if piece in known]
         shared = [o for begin in range(1, len(content)) for o in starts.get(content[begin:], ())]
         if inner or shared:
-            found.update([content, *inner, *shared])
-    return found
+            result.update([content, *inner, *shared])
+    return result
 
 
 # ---- sentencepiece models -----------------------------------------------------------------------
-# The fields that are read of sentencepiece_model.proto: number in its message -> name.
+# Fields of sentencepiece_model.proto: number in its message -> name.
 
 _MODEL = {1: "pieces", 2: "trainer", 3: "normalizer"}
 _PIECE = {1: "piece", 3: "type"}
@@ -300,30 +303,32 @@ def _guard_of_sentencepiece(definition: bytes) -> Guard:
 
 
 def _message(data: bytes, names: Mapping[int, str]) -> dict[str, list[Any]]:
-    """The values of the named fields of a protocol buffer, in order."""
-    found: dict[str, list[Any]] = {name: [] for name in names.values()}
-    at = 0
-    while at < len(data):
-        key, at = _varint(data, at)
+    """Return the values of the named fields of a protocol buffer, in order."""
+    values: dict[str, list[Any]] = {name: [] for name in names.values()}
+    position = 0
+    while position < len(data):
+        key, position = _varint(data, position)
         wire = key & 7
         value: Any
         if wire == 0:
-            value, at = _varint(data, at)
+            value, position = _varint(data, position)
         else:
-            length, at = _varint(data, at) if wire == 2 else ({1: 8, 5: 4}[wire], at)
-            value, at = data[at : at + length], at + length
+            length, position = (
+                _varint(data, position) if wire == 2 else ({1: 8, 5: 4}[wire], position)
+            )
+            value, position = data[position : position + length], position + length
         if key >> 3 in names:
-            found[names[key >> 3]].append(value)
-    return found
+            values[names[key >> 3]].append(value)
+    return values
 
 
 def _last(fields: Mapping[str, list[Any]]) -> dict[str, Any]:
-    """The value of every field that is there: of several the last, as protocol buffers define."""
+    """Return the value of each field; of several the last, as protocol buffers define."""
     return {name: values[-1] for name, values in fields.items() if values}
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """A number of seven bits per byte, and where the next field begins."""
+    """Return a number of seven bits per byte, and the position after it."""
     value = shift = 0
     while True:
         byte = data[at]

@@ -1,4 +1,4 @@
-"""What the user names becomes one list of files, in one order."""
+"""Names from the user become one list of files in one order."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def names(root: Path, *inputs: str, **options: object) -> list[str]:
         ("mds", r"folder of MosaicML streaming \(MDS\)"),
     ],
 )
-def test_formats_of_others_are_named_with_a_command_that_converts_them(
+def test_unsupported_format_is_refused_with_a_conversion_command(
     tmp_path: Path, name: str, message: str
 ) -> None:
     (tmp_path / "mds").mkdir()
@@ -57,18 +57,18 @@ def test_formats_of_others_are_named_with_a_command_that_converts_them(
         find_inputs([str(tmp_path / name)])
 
 
-def test_a_directory_gives_known_data_files_sorted_and_nothing_hidden(tree: Path) -> None:
+def test_directory_gives_data_files_sorted_without_hidden_ones(tree: Path) -> None:
     assert names(tree, "") == ["a/notes.txt", "a/x.jsonl", "b/big.json.gz"]
     assert names(tree, "", suffixes=[".py"]) == ["b/1.py", "b/2.py"]
     assert names(tree, "", suffixes=["1.*", "x*"]) == ["a/x.jsonl", "b/1.py"], "patterns"
 
 
-def test_inputs_keep_the_order_in_which_they_are_named_and_count_once(tree: Path) -> None:
+def test_inputs_keep_their_order_and_count_once(tree: Path) -> None:
     assert names(tree, "b/2.py", "b/*.py", "a/x.jsonl") == ["b/2.py", "b/1.py", "a/x.jsonl"]
     assert names(tree, "**/*.py") == ["b/1.py", "b/2.py"]
 
 
-def test_the_format_follows_the_suffix_unless_it_is_said(tree: Path) -> None:
+def test_format_follows_the_suffix_or_the_option(tree: Path) -> None:
     found = find_inputs([str(tree / "a"), str(tree / "b" / "big.json.gz"), str(tree / "b/1.py")])
     formats = [(file.format, file.compression) for file in found]
     assert formats == [("text", ""), ("jsonl", ""), ("jsonl", "gz"), ("text", "")]
@@ -80,35 +80,35 @@ def test_the_size_limit_takes_whole_files_in_order(tree: Path) -> None:
     assert names(tree, "b/big.json.gz", max_bytes=1) == ["b/big.json.gz"], "never nothing at all"
 
 
-def test_inputs_that_give_nothing_are_errors_that_name_them(tree: Path) -> None:
+def test_input_without_files_is_refused_by_name(tree: Path) -> None:
     for inputs, suffixes, error, message in (
         ([tree / "gone.jsonl"], (), FileNotFoundError, r"gone\.jsonl"),
         ([tree / "*.csv"], (), ConfigError, r"no file matches .*\*\.csv"),
-        ([tree], [".rs"], ConfigError, r"holds no files with \.rs"),
+        ([tree], [".rs"], ConfigError, r"has no files with \.rs"),
         ([], (), DataError, "--input"),
-        ([""], (), ConfigError, "an input has no name: is a variable empty"),
+        ([""], (), ConfigError, "an input is '' .an empty variable"),
     ):
         with pytest.raises(error, match=message):
             find_inputs([str(name) for name in inputs], suffixes=suffixes)
 
 
-def test_a_compressed_format_that_is_not_read_is_refused(tree: Path) -> None:
+def test_unsupported_compression_is_refused(tree: Path) -> None:
     for name in ("x.jsonl.bz2", "x.parquet.gz", "x.zip"):
         (tree / name).write_bytes(b"")
-        said = rf"{name}: of compressed files \.gz and \.zst are read"
-        with pytest.raises(ConfigError, match=said):
+        messages = rf"{name}: only \.gz and \.zst are supported"
+        with pytest.raises(ConfigError, match=messages):
             find_inputs([str(tree / name)])
 
 
 def notes(*inputs: object, **options: Any) -> tuple[list[str], list[str]]:
-    """The paths that were found, and what was said."""
-    said: list[str] = []
-    found = find_inputs([str(name) for name in inputs], note=said.append, **options)
-    return [file.path for file in found], said
+    """Return the paths of the inputs, and the notes."""
+    messages: list[str] = []
+    files = find_inputs([str(name) for name in inputs], note=messages.append, **options)
+    return [file.path for file in files], messages
 
 
 def test_file_of_many_names_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """x.jsonl and ./x.jsonl were two files, and x.jsonl twice was one."""
+    """Once, x.jsonl and ./x.jsonl were two files."""
     monkeypatch.chdir(tmp_path)
     Path("x.jsonl").write_text("{}\n")
     Path("folder").mkdir()
@@ -116,21 +116,21 @@ def test_file_of_many_names_is_read_once(tmp_path: Path, monkeypatch: pytest.Mon
     Path("linked.jsonl").symlink_to("x.jsonl")
     Path("hard.jsonl").hardlink_to("x.jsonl")
     for again in ("x.jsonl", "./x.jsonl", str(tmp_path / "x.jsonl"), "linked.jsonl", "hard.jsonl"):
-        said = f"named again and read once: 1 file (first: {again} is x.jsonl)"
-        assert notes("x.jsonl", again) == (["x.jsonl"], [said])
-    paths, said = notes("folder", ".", "folder")
+        messages = f"named again and read once: 1 file (first: {again} is x.jsonl)"
+        assert notes("x.jsonl", again) == (["x.jsonl"], [messages])
+    paths, messages = notes("folder", ".", "folder")
     assert paths == ["folder/y.jsonl", "hard.jsonl"], "one of the three names of x.jsonl"
-    assert said == ["named again and read once: 4 files (first: linked.jsonl is hard.jsonl)"]
+    assert messages == ["named again and read once: 4 files (first: linked.jsonl is hard.jsonl)"]
 
 
-def test_two_copies_of_one_content_are_two_files(tmp_path: Path) -> None:
+def test_copies_of_a_file_are_two_files(tmp_path: Path) -> None:
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).write_text("{}\n")
     assert notes(tmp_path) == ([str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")], [])
 
 
 def test_linked_folders_are_followed_and_loops_end(tmp_path: Path) -> None:
-    """A corpus is often a folder of links to disks; they were skipped without a word."""
+    """A corpus is often a folder of links to disks; they were skipped silently."""
     disk, corpus = tmp_path / "disk", tmp_path / "corpus"
     (disk / "part").mkdir(parents=True)
     (disk / "part" / "x.jsonl").write_text("{}\n")
@@ -138,12 +138,12 @@ def test_linked_folders_are_followed_and_loops_end(tmp_path: Path) -> None:
     (corpus / "a").symlink_to(disk)
     (disk / "part" / "back").symlink_to(corpus)
     (disk / "up").symlink_to(disk)
-    paths, said = notes(corpus)
+    paths, messages = notes(corpus)
     assert paths == [str(corpus / "a" / "part" / "x.jsonl")]
-    assert said == [f"linked to, but entered already: 2 folders (first: {corpus}/a/up)"]
+    assert messages == [f"linked to, but entered already: 2 folders (first: {corpus}/a/up)"]
 
 
-def test_what_a_folder_holds_besides_is_counted_by_suffix(tmp_path: Path) -> None:
+def test_other_files_of_a_folder_are_counted_by_suffix(tmp_path: Path) -> None:
     (tmp_path / "only.json").write_text("{}\n")
     for i in range(751):
         (tmp_path / f"{i}.rst").write_text("text")
@@ -151,31 +151,31 @@ def test_what_a_folder_holds_besides_is_counted_by_suffix(tmp_path: Path) -> Non
         (tmp_path / name).write_text("text")
     (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere.txt")
     (tmp_path / "empty.jsonl").write_text("")
-    paths, said = notes(tmp_path)
+    paths, messages = notes(tmp_path)
     assert [Path(path).name for path in paths] == ["empty.jsonl", "only.json"]
-    assert said == [
+    assert messages == [
         f"broken links or special files, left out: 1 file (first: {tmp_path}/gone.txt)",
         f"hidden, left out: 1 name (first: {tmp_path}/.hidden)",
         f"empty: 1 file (first: {tmp_path}/empty.jsonl)",
         "not taken from folders: 753 files (.rst 751, no suffix 1, .tar.gz 1); "
         "choose with --suffix",
     ]
-    _, said = notes(tmp_path, suffixes=[".rst"])
-    assert said[-1] == "one document each: 751 files (.rst 751)"
-    with pytest.raises(ConfigError, match=r"no files with \.rs; it holds 756 files \(\.rst 751, "):
+    _, messages = notes(tmp_path, suffixes=[".rst"])
+    assert messages[-1] == "one document each: 751 files (.rst 751)"
+    with pytest.raises(ConfigError, match=r"no files with \.rs; it has 756 files \(\.rst 751, "):
         find_inputs([str(tmp_path)], suffixes=[".rs"])
 
 
-def test_folders_that_a_pattern_matches_are_mentioned(tree: Path) -> None:
+def test_folders_that_match_a_pattern_are_reported(tree: Path) -> None:
     (tree / "x.txt").write_text("text")
-    paths, said = notes(f"{tree}/*")
+    paths, messages = notes(f"{tree}/*")
     assert paths == [str(tree / "x.txt")]
-    assert "matched by a pattern without ** and not entered: 2 folders" in said[0]
+    assert "matched by a pattern without ** and not entered: 2 folders" in messages[0]
     with pytest.raises(ConfigError, match=r"\[ab\]', but 2 folders; name them"):
         find_inputs([f"{tree}/[ab]"])
 
 
-def test_folder_that_cannot_be_listed(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_folder_is_an_error(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     listed = os.scandir
 
     def refused(path: str) -> Any:
@@ -188,9 +188,9 @@ def test_folder_that_cannot_be_listed(tree: Path, monkeypatch: pytest.MonkeyPatc
         find_inputs([str(tree)])
 
 
-def test_a_pipe_is_refused_before_anybody_waits_for_it(tmp_path: Path) -> None:
+def test_pipe_is_refused_without_reading_it(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "x.jsonl")
-    with pytest.raises(ConfigError, match=r"x\.jsonl is no regular file"):
+    with pytest.raises(ConfigError, match=r"x\.jsonl is not a regular file"):
         find_inputs([str(tmp_path / "x.jsonl")])
 
 
@@ -205,7 +205,7 @@ LOOKS: list[tuple[str, bytes, str | None]] = [
     ("README", b"{curly} words\n{and} more\n", None),
     ("notebook.ipynb", b'{"cells": []}\n', None),
     ("pretty.map", b'{\n "version": 3\n}\n', None),
-    ("said.txt", JSON_LINES, None),
+    ("messages.txt", JSON_LINES, None),
 ]
 
 
@@ -227,14 +227,14 @@ def test_file_without_suffix(tmp_path: Path, name: str, data: bytes, looks: str 
 
 
 @pytest.mark.parametrize("name", ["rows.csv", "it's rows.tsv", "rows.csv.gz"])
-def test_tables_are_refused_with_the_command_that_converts(tmp_path: Path, name: str) -> None:
-    """They were one document each."""
+def test_csv_is_refused_with_a_conversion_command(tmp_path: Path, name: str) -> None:
+    """They became one document each."""
     rows = [["text", "id"], ["two\nlines, and a comma\tand a tab", "1"], ["second", "2"]]
     path = tmp_path / name
     with (gzip.open if name.endswith("gz") else Path.open)(path, "wt", newline="") as file:
         csv.writer(file, delimiter="\t" if "tsv" in name else ",").writerows(rows)
-    said = r"would be one document .* with all of its rows"
-    with pytest.raises(ConfigError, match=said) as refused:
+    messages = r"would be one document .* with all rows"
+    with pytest.raises(ConfigError, match=messages) as refused:
         find_inputs([str(path)])
     command = str(refused.value).partition("convert it: ")[2].replace("python", sys.executable, 1)
     subprocess.run(["bash", "-c", command], check=True)
@@ -247,7 +247,7 @@ def test_tables_are_refused_with_the_command_that_converts(tmp_path: Path, name:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """What ``datasets`` writes."""
+    """Return a directory as ``datasets`` saves it."""
     datasets = peer("datasets")
     datasets.disable_progress_bars()
     texts = {"text": [f"text {i}" for i in range(40)]}
@@ -258,12 +258,12 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_saved_dataset_gives_its_rows_in_its_order(saved: Path) -> None:
+def test_saved_dataset_keeps_its_order(saved: Path) -> None:
     found = names(saved, "saved")
     assert found == [f"saved/data-{i:05d}-of-00012.arrow" for i in range(12)]
     assert names(saved, "one_split") == ["one_split/train/data-00000-of-00001.arrow"]
     assert names(saved, "splits/test") == ["splits/test/data-00000-of-00001.arrow"]
-    with pytest.raises(ConfigError, match=r"splits train, test .* as .*/splits/train$"):
+    with pytest.raises(ConfigError, match=r"splits train, test: .* example .*/splits/train$"):
         names(saved, "splits")
     state = saved / "saved" / "state.json"
     facts = json.loads(state.read_text())
@@ -279,7 +279,7 @@ def test_a_saved_dataset_gives_its_rows_in_its_order(saved: Path) -> None:
         names(saved, "saved")
 
 
-def test_names_that_are_not_utf_8_are_refused_before_any_work(tmp_path: Path) -> None:
+def test_name_that_is_not_utf_8_is_refused_first(tmp_path: Path) -> None:
     (tmp_path / "a\udcff").mkdir()
     (tmp_path / "a\udcff" / "x.jsonl").write_text("{}\n")
     for name in (tmp_path, tmp_path / "a\udcff" / "x.jsonl", tmp_path / "*" / "*.jsonl"):

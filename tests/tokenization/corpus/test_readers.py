@@ -1,4 +1,4 @@
-"""Every format gives the same documents, and every bad one is named by file and line."""
+"""All formats give the same documents; faulty ones are reported by file and line."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TEXTS = [f"document {i} \u00e9\u4e2d\U0001f600 " * (1 + i % 7) for i in range(30
 def read(
     *paths: Path, shard_bytes: int = 1000, on_error: Any = "fail", **options: Any
 ) -> tuple[list[str], Faults]:
-    """All documents, read shard by shard as a build does."""
+    """Return all documents, read shard by shard as a build does."""
     read_options = ReadOptions(block_bytes=2048, **options)
     faults = Faults(on_error)
     texts: list[str] = []
@@ -47,8 +47,8 @@ def compressed(path: Path) -> list[Path]:
 
 
 def write_table(table: Any, path: Path, rows: int = 1000, **options: Any) -> Path:
-    """Columns, records or a table as Parquet, an Arrow file or (.arrows) an Arrow stream, in groups
-    of ``rows`` rows.
+    """Write columns, records or a table as Parquet, an Arrow file or (.arrows) an Arrow stream, in
+    groups of ``rows``.
     """
     if isinstance(table, dict):
         table = pa.table(table)
@@ -65,7 +65,7 @@ def write_table(table: Any, path: Path, rows: int = 1000, **options: Any) -> Pat
 
 
 def both(folder: Path, records: list[Any]) -> tuple[Path, Path]:
-    """Records as JSON Lines and as Parquet."""
+    """Write records as JSON Lines and as Parquet."""
     lines = write_jsonl(folder / "x.jsonl", records)
     return lines, write_table(records, folder / "x.parquet", 37)
 
@@ -102,7 +102,7 @@ def test_every_column_type_of_text_is_read(tmp_path: Path, type: pa.DataType, na
 
 
 @each_table
-def test_rows_without_a_value_are_faults(tmp_path: Path, name: str) -> None:
+def test_missing_values_are_faults(tmp_path: Path, name: str) -> None:
     table = {"text": ["a", "b", None, "", "c"], "n": [1, 2, 3, 4, 5]}
     path = write_table(table, tmp_path / name, 2)
     with pytest.raises(DataError, match=r"x\..* row 2: missing value"):
@@ -111,9 +111,9 @@ def test_rows_without_a_value_are_faults(tmp_path: Path, name: str) -> None:
     assert texts == ["a", "b", "c"]
     assert faults.counts == {"missing value": 1, "empty document": 1}
     assert [str(place) for place in faults.places["empty document"]] == [f"{path} row 3"]
-    with pytest.raises(DataError, match=r"no column 'body' among: text, n"):
+    with pytest.raises(DataError, match=r"column 'body' is missing among: text, n"):
         read(path, json_key="body")
-    with pytest.raises(DataError, match=r"'n' holds int64; it must hold strings"):
+    with pytest.raises(DataError, match=r"'n' has type int64; it must have strings"):
         read(path, json_key="n")
     path = write_table({"text": pa.nulls(2)}, path, 2)  # as pandas writes it
     assert read(path, on_error="skip")[1].counts == {"missing value": 2}
@@ -123,7 +123,7 @@ def test_rows_without_a_value_are_faults(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["x.arrow", "x.arrows"])
-def test_cut_arrow_file_is_an_error(tmp_path: Path, name: str) -> None:
+def test_truncated_arrow_file_is_an_error(tmp_path: Path, name: str) -> None:
     path = write_table({"text": TEXTS}, tmp_path / name, 37)
     data = path.read_bytes()
     for end in range(len(data) - 1, 100, -101):
@@ -132,28 +132,30 @@ def test_cut_arrow_file_is_an_error(tmp_path: Path, name: str) -> None:
             read(path)
 
 
-def test_a_folder_of_the_path_is_no_column(tmp_path: Path) -> None:
-    """Spark and others leave a column out of the files whose folders are named by its values."""
+def test_hive_partition_is_not_a_column(tmp_path: Path) -> None:
+    """Spark and others omit a column whose values are the names of folders."""
     (tmp_path / "year=2020").mkdir()
     write_table({"text": ["a"], "id": [1]}, tmp_path / "year=2020" / "x.parquet")
     assert read(tmp_path)[0] == ["a"]
-    said = r"x\.parquet: 'year' is a folder of the path \(year=2020\) and no column of the file; "
-    with pytest.raises(DataError, match=f"{said}give --json-key one of: text, id"):
+    message = (
+        r"x\.parquet: 'year' is a folder of the path \(year=2020\), not a column of the file; "
+    )
+    with pytest.raises(DataError, match=f"{message}give --json-key one of: text, id"):
         read(tmp_path, json_key="year")
-    with pytest.raises(DataError, match=f"{said}give --split-key one of"):
+    with pytest.raises(DataError, match=f"{message}give --split-key one of"):
         read(tmp_path, split_key="year")
 
 
 DEEP = b'{"text": "a", "x": ' + b"[" * 910 + b"]" * 910 + b"}"
 BAD_LINES = [
     (b'{"text": "x"', "malformed JSON", "delimiter"),
-    (b'["text"]', "not a JSON object", "holds a list"),
-    (b'{"texts": "x"}', "missing key", "no key 'text' among: texts"),
-    (b'{"text": 5}', "wrong type", "'text' holds a number, not a string"),
-    (b'{"text": null}', "wrong type", "'text' holds null, not a string"),
+    (b'["text"]', "not a JSON object", "is a list"),
+    (b'{"texts": "x"}', "missing key", "'text' is missing among: texts"),
+    (b'{"text": 5}', "wrong type", "'text' is a number, not a string"),
+    (b'{"text": null}', "wrong type", "'text' is null, not a string"),
     (b'{"text": "\xff"}', "invalid UTF-8", "can't decode byte 0xff"),
     (b'{"text": "\\ud800"}', "invalid UTF-8", "half of a surrogate pair"),
-    (DEEP, "malformed JSON", "values over 900 deep"),
+    (DEEP, "malformed JSON", "over 900 nested values"),
 ]
 
 
@@ -169,7 +171,7 @@ def test_bad_line_stops(tmp_path: Path, line: bytes, kind: str, detail: str, suf
         read(path)
 
 
-def test_the_first_bad_line_stops_the_build_whatever_follows_it(tmp_path: Path) -> None:
+def test_first_bad_line_stops_the_build(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     for (first, kind, _), (second, _, _) in itertools.permutations(BAD_LINES, 2):
         path.write_bytes(b"\n" + b'{"text": ""}\n' + first + b"\n" + second + b"\n")
@@ -177,7 +179,7 @@ def test_the_first_bad_line_stops_the_build_whatever_follows_it(tmp_path: Path) 
             read(path)
 
 
-def test_skipped_lines_are_counted_by_kind_with_their_first_places(tmp_path: Path) -> None:
+def test_skipped_lines_are_counted_by_kind_with_places(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     lines = [b'{"text": "good"}']
     for line, _, _ in BAD_LINES:
@@ -199,13 +201,13 @@ def test_skipped_lines_are_counted_by_kind_with_their_first_places(tmp_path: Pat
     assert len(faults.places["blank line"]) == 3, "examples are few"
 
 
-def test_a_text_file_that_is_no_text_is_named(tmp_path: Path) -> None:
-    """The UTF-16 of English without a byte order mark is valid UTF-8, twice as long."""
+def test_binary_text_file_is_refused(tmp_path: Path) -> None:
+    """UTF-16 of English without a byte order mark is valid UTF-8, twice as long."""
     (tmp_path / "good.txt").write_bytes(b"\xef\xbb\xbfgood")
     (tmp_path / "none.txt").write_bytes(b"")
     for name, data, reason in (
         ("latin.txt", b"caf\xe9", "invalid UTF-8"),
-        ("wide.txt", "plain English".encode("utf-16-le"), "NUL bytes .*UTF-16 .*iconv"),
+        ("wide.txt", "plain English".encode("utf-16-le"), "NUL bytes .*UTF-16: .*iconv"),
     ):
         (tmp_path / name).write_bytes(data)
         with pytest.raises(DataError, match=f"{name}: {reason}"):
@@ -215,7 +217,7 @@ def test_a_text_file_that_is_no_text_is_named(tmp_path: Path) -> None:
     assert faults.counts == {"invalid UTF-8": 1, "NUL bytes": 1, "empty document": 1}
 
 
-def test_a_document_above_the_limit_is_refused_or_skipped(tmp_path: Path) -> None:
+def test_document_above_the_limit_is_refused_or_skipped(tmp_path: Path) -> None:
     path, parquet = both(tmp_path, [{"text": "a" * n} for n in (10, 5000, 20)])
     with pytest.raises(DataError, match=r"x\.jsonl:2: too long .*--max-document-bytes"):
         read(path, max_document_bytes=3000)
@@ -233,7 +235,7 @@ def test_a_document_above_the_limit_is_refused_or_skipped(tmp_path: Path) -> Non
         ReadOptions(block_bytes=5)
 
 
-def test_hash_of_a_split_key_follows_its_document(tmp_path: Path) -> None:
+def test_split_key_hash_stays_with_its_document(tmp_path: Path) -> None:
     records = [{"id": i % 10, "text": t} for i, t in enumerate(TEXTS)]
     plain, parquet = both(tmp_path, records)
 
@@ -258,14 +260,14 @@ def test_hash_of_a_split_key_follows_its_document(tmp_path: Path) -> None:
             hashes(plain)
 
 
-def test_dotted_key_is_read_alike_everywhere(tmp_path: Path) -> None:
+def test_dotted_key_is_read_equally_from_all_formats(tmp_path: Path) -> None:
     records = [{"data": {"text": t, "id": i, "deep": {"n": "x"}}} for i, t in enumerate(TEXTS)]
     plain, parquet = both(tmp_path, records)
     for path in (plain, *compressed(plain), parquet):
         assert read(path, json_key="data.text", split_key="data.id")[0] == TEXTS, path
-    said = r"'data\.body' among: .*data\.deep\.n.*; see --json-key"
+    message = r"'data\.body' is missing among: .*data\.deep\.n.*; see --json-key"
     for path in (plain, parquet):
-        with pytest.raises(DataError, match=said):
+        with pytest.raises(DataError, match=message):
             read(path, json_key="data.body")
     for path in both(tmp_path, [{"data": {"text": "nested"}, "data.text": "whole"}]):
         assert read(path, json_key="data.text")[0] == ["whole"], "the whole key comes first"
@@ -279,17 +281,17 @@ def test_parquet_structs_without_a_value_are_faults(tmp_path: Path) -> None:
     assert faults.counts == {"missing value": 2}
 
 
-def test_a_parquet_column_is_the_one_that_was_asked_for(tmp_path: Path) -> None:
-    """pyarrow selects columns by the beginning of their names; two may be called alike."""
+def test_parquet_column_is_selected_by_exact_name(tmp_path: Path) -> None:
+    """pyarrow selects columns by prefix, and two may have the same name."""
     path = write_table({"text.lang": ["en"], "text": ["hello"]}, tmp_path / "x.parquet")
     assert read(path)[0] == ["hello"]
     twice = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
     write_table(twice, path)
-    with pytest.raises(DataError, match=r"x\.parquet: there is more than one column 'text'"):
+    with pytest.raises(DataError, match=r"x\.parquet: there are several columns 'text'"):
         read(path)
 
 
-def test_a_damaged_page_of_a_parquet_file_is_named(tmp_path: Path) -> None:
+def test_damaged_parquet_page_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
     checked = {"compression": "none", "write_page_checksum": True}
     for options in ({"compression": "snappy"}, checked):
@@ -303,9 +305,9 @@ def test_a_damaged_page_of_a_parquet_file_is_named(tmp_path: Path) -> None:
 
 
 def test_columns_of_messages_are_lists(tmp_path: Path) -> None:
-    """Rows may hold what JSON has no value for, as the time of a message."""
+    """Rows may have values without a JSON type, such as the time of a message."""
     path = write_table({"chat": ['[{"role": "user", "content": "a"}]']}, tmp_path / "x.parquet")
-    with pytest.raises(DataError, match=r"'chat' holds string; it must hold lists of messages"):
+    with pytest.raises(DataError, match=r"'chat' has type string; it must have lists of messages"):
         read(path, json_key="chat", values="lists")
     message = {"role": "user", "content": "a", "at": datetime(2024, 5, 6, tzinfo=timezone.utc)}
     write_table({"chat": [[{**message, "role": b"user"}]]}, path)
@@ -315,9 +317,9 @@ def test_columns_of_messages_are_lists(tmp_path: Path) -> None:
 
 def test_missing_key_names_the_option(tmp_path: Path) -> None:
     for path in both(tmp_path, [{"chats": [1], "url": "u"}]):
-        with pytest.raises(DataError, match=r"'messages' among: chats, url; see --messages-key"):
+        with pytest.raises(DataError, match=r"'messages' is missing among: .*--messages-key"):
             read(path, json_key="messages", values="lists")
-        with pytest.raises(DataError, match=r"'id' among: chats, url; see --split-key"):
+        with pytest.raises(DataError, match=r"'id' is missing among: chats, url; see --split-key"):
             read(path, json_key="url", split_key="id")
 
 
@@ -348,7 +350,9 @@ ODD_LINES: list[tuple[bytes, list[str]]] = [
 
 
 @pytest.mark.parametrize(("data", "texts"), ODD_LINES, ids=range(len(ODD_LINES)))
-def test_odd_lines_are_read_as_by_python(tmp_path: Path, data: bytes, texts: list[str]) -> None:
+def test_unusual_lines_are_read_as_python_does(
+    tmp_path: Path, data: bytes, texts: list[str]
+) -> None:
     path = tmp_path / "x.jsonl"
     path.write_bytes(data)
     for shard_bytes in (len(data) // 30 + 1, len(data) // 3, 1 << 20):
@@ -359,12 +363,12 @@ def test_odd_lines_are_read_as_by_python(tmp_path: Path, data: bytes, texts: lis
     assert [json.loads(line)["text"] for line in lines] == texts, "the definition"
 
 
-def test_a_json_array_is_told_from_json_lines(tmp_path: Path) -> None:
+def test_json_array_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     for data in ('[\n {"text": "a"},\n {"text": "b"}\n]\n', '[{"text": "a"}, {"text": "b"}]'):
         path.write_text(data)
-        with pytest.raises(DataError, match=r"x\.json:1: .*one object per line.*jq -c"):
+        with pytest.raises(DataError, match=r"x\.json:1: .*each line must be an object.*jq -c"):
             read(path)
     path.write_text('{\n "text": "a"\n}\n')
-    with pytest.raises(DataError, match=r"x\.json:1: malformed JSON .*one object per line"):
+    with pytest.raises(DataError, match=r"x\.json:1: malformed JSON .*each line must be an object"):
         read(path)

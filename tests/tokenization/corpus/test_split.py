@@ -1,4 +1,4 @@
-"""Training, validation and test documents, as Megatron cuts them or by a hash that stays."""
+"""Dataset splits: Megatron's consecutive ranges, and hashes that keep each document's split."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NAMES = ("train", "valid", "test")
     weights=st.lists(st.integers(0, 1000), min_size=3, max_size=3).filter(any),
     num_documents=st.integers(0, 10**9),
 )
-def test_consecutive_splits_are_megatrons(weights: list[int], num_documents: int) -> None:
+def test_ordered_split_equals_megatron(weights: list[int], num_documents: int) -> None:
     megatron = peer("megatron.core.datasets.blended_megatron_dataset_config")
     text = ",".join(map(str, weights))
     matrix = megatron.convert_split_vector_to_split_matrix(megatron.parse_and_normalize_split(text))
@@ -57,7 +57,7 @@ def test_hashed_splits_follow_the_weights() -> None:
 
 
 class Recorder(Encoder):
-    """Bytes, and the texts that it was given."""
+    """Byte tokenizer that records its texts."""
 
     backend = "bytes"
 
@@ -72,7 +72,7 @@ class Recorder(Encoder):
         return bytes(ids).decode()
 
 
-def test_documents_of_every_split_are_verified() -> None:
+def test_verification_covers_every_split() -> None:
     files = TokenizerFiles.open("bytes")
     reference = Recorder(files)
     frame = Frame(dtype="uint16", vocab_size=256, prefix=(), suffix=())
@@ -90,12 +90,12 @@ def test_documents_of_every_split_are_verified() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "1,2,3,4", "-1,2", "0,0,0", "a", "inf,1", "nan"])
-def test_nonsense_is_no_split(text: str) -> None:
+def test_invalid_split_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="split"):
         parse_split(text)
 
 
-def test_consecutive_splits_are_cut_through_the_shards(tmp_path: Path, run_build: Build) -> None:
+def test_ordered_split_cuts_shards(tmp_path: Path, run_build: Build) -> None:
     texts = [f"document {i} " * (1 + i % 5) for i in range(101)]
     records = [{"text": text} for text in texts]
     run_build(records, split="70,20,10", append_eod=True, shard_bytes=700)
@@ -111,7 +111,7 @@ def test_consecutive_splits_are_cut_through_the_shards(tmp_path: Path, run_build
     assert not IndexedDataset.exists(tmp_path / "out")
 
 
-def test_documents_of_a_key_stay(tmp_path: Path, run_build: Build) -> None:
+def test_split_key_keeps_documents_together(tmp_path: Path, run_build: Build) -> None:
     def split_of(name: str, records: list[dict[str, str]]) -> dict[str, set[str]]:
         how = {"split": "60,20,20", "split_by": "hash", "split_key": "site", "shard_bytes": 2000}
         run_build(records, output_prefix=name, **how)
@@ -136,7 +136,7 @@ def test_empty_split_is_an_error(tmp_path: Path, run_build: Build) -> None:
     records, progress = [{"text": f"t{i}"} for i in range(10)], Silence()
     with pytest.raises(DataError, match="out_valid would have no documents"):
         run_build(records, split="98,1,1", progress=progress)
-    assert "documents the valid split may have none" in progress.notes[0]
+    assert "the valid split may get none of about" in progress.notes[0]
     assert not IndexedDataset.exists(tmp_path / "out_train"), "all splits or none"
     result = run_build(records, split="80,20", overwrite=True)
     assert list(result.prefixes) == ["_train", "_valid"]

@@ -1,4 +1,4 @@
-"""The C++ reader of JSON Lines takes what Python's own parser takes, and gives the same text."""
+"""The C++ reader of JSON Lines accepts what Python's parser accepts, and gives equal text."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ json_values = st.recursive(
 
 
 class Members(list[tuple[str, object]]):
-    """An object as it is written: names may come twice."""
+    """A JSON object that may contain a name twice."""
 
 
 def spelled(value: object) -> str:
@@ -53,7 +53,7 @@ def spelled(value: object) -> str:
     ascii_only=st.booleans(),
     indent=st.sampled_from([None, " ", "\t"]),
 )
-def test_values_are_pythons(records: list[object], ascii_only: bool, indent: str | None) -> None:
+def test_values_equal_pythons(records: list[object], ascii_only: bool, indent: str | None) -> None:
     separators = None if indent is None else (f"{indent},{indent}", f"{indent}:{indent}")
     how = {"ensure_ascii": ascii_only, "separators": separators}
     lines = [json.dumps(record, **how).encode("utf-8", "surrogatepass") for record in records]
@@ -75,21 +75,21 @@ names = st.sampled_from(["a", "b", "c", "a.b", "b.c", "a.b.c", ""])
     key=st.sampled_from(["a.b.c", "a.b", "a", ".a", "a.", "a..b", "."]),
 )
 def test_dotted_key_is_found_whole_or_nested(records: list[object], key: str) -> None:
-    """Members of one name are written as often as they come; Python keeps the last."""
+    """An object may repeat a name; Python keeps the last."""
     lines = [spelled(record).encode("utf-8") for record in records]
     found = extract(b"".join(line + b"\n" for line in lines), key)
     assert found == [python_says(line, key) for line in lines]
 
 
 @pytest.mark.parametrize("seed", range(len(SEEDS)))
-def test_a_line_may_end_anywhere_without_its_neighbour_being_read(seed: int) -> None:
+def test_reader_never_reads_beyond_a_line(seed: int) -> None:
     whole = SEEDS[seed].replace(b"\n", b" ")
     for cut in range(len(whole)):
         data = whole[:cut] + b"\n" + whole
         assert extract(data) == [python_says(whole[:cut]), python_says(whole)], cut
 
 
-def test_every_byte_of_a_line_may_be_any_byte() -> None:
+def test_any_byte_at_any_position_is_handled() -> None:
     for seed in SEEDS:
         line = bytearray(seed.replace(b"\n", b" "))
         for at, kept in enumerate(line):
@@ -99,7 +99,7 @@ def test_every_byte_of_a_line_may_be_any_byte() -> None:
             line[at] = kept
 
 
-def test_scalars_stand_for_their_spelling_and_lists_for_their_json() -> None:
+def test_scalars_give_their_spelling_and_lists_their_json() -> None:
     data = b'{"k": 17}\n{"k": "x"}\n{"k": [1, {"a": "\\n"}]}\n{"k": null}\n{}'
     assert extract(data, "k", "scalars") == [
         *((OK, b"17"), (OK, b"x"), (WRONG_TYPE, b"")),
@@ -110,13 +110,13 @@ def test_scalars_stand_for_their_spelling_and_lists_for_their_json() -> None:
         extract(data, "k", "everything")
 
 
-# ---- Files are entered anywhere, and every line is read exactly once
+# ---- Reading may start anywhere; every line is read exactly once
 
 
 def lines_of(
     data: bytes, begin: int = 0, end: int | None = None, *, block: int = 16, longest: int = 1 << 20
 ) -> tuple[list[tuple[int, bytes]], list[int]]:
-    """(position, line) of every line given, and the positions of lines that were too long."""
+    """Return (position, line) of every line, and the positions of lines that are too long."""
     long_lines: list[int] = []
     result = []
     limits = {"block_bytes": block, "max_line_bytes": longest}
@@ -137,7 +137,7 @@ def lines_of(
     cuts=st.lists(st.integers(0, 400), max_size=4),
     block=st.integers(1, 50),
 )
-def test_ranges_share_out_a_file_wherever_they_are_cut(
+def test_ranges_divide_a_file_at_any_byte(
     lines: list[bytes], last_ends: bool, cuts: list[int], block: int
 ) -> None:
     data = b"\n".join(lines) + (b"\n" if last_ends else b"")
@@ -149,14 +149,14 @@ def test_ranges_share_out_a_file_wherever_they_are_cut(
     assert found == list(zip(starts, data.splitlines(keepends=True), strict=False))
 
 
-def test_a_line_longer_than_allowed_is_left_out_and_told_by_its_position() -> None:
+def test_too_long_line_is_dropped_and_reported() -> None:
     data = b"one\n" + b"x" * 100 + b"\ntwo\n" + b"y" * 100
     found, long_lines = lines_of(data, block=8, longest=50)
     assert found == [(0, b"one\n"), (105, b"two\n")]
     assert long_lines == [4, 109]
 
 
-def test_a_byte_order_mark_is_dropped_at_the_start_of_the_file_alone() -> None:
+def test_byte_order_mark_is_dropped_at_the_file_start_only() -> None:
     bom = b"\xef\xbb\xbf"
     data = bom + b"a\n" + bom + b"b\n"
     for cut in range(len(data) + 1):
@@ -164,7 +164,7 @@ def test_a_byte_order_mark_is_dropped_at_the_start_of_the_file_alone() -> None:
         assert [line for _, line in parts] == [b"a\n", bom + b"b\n"], cut
 
 
-# ---- Files are decompressed whole, or refused for what they are
+# ---- Decompression: whole files, or an error
 
 
 TEXT = b"".join(b"line %d of a file that compresses\n" % i for i in range(5000))
@@ -183,7 +183,7 @@ def read_all(path: Path) -> bytes:
         return b"".join(iter(lambda: stream.read(1000), b""))
 
 
-def test_members_of_a_gz_are_all_read_and_whole(tmp_path: Path) -> None:
+def test_all_members_of_a_gz_are_read(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl.gz"
     data = gzip.compress(TEXT)
     path.write_bytes(data + gzip.compress(b"") + data + bytes(512))  # padded, as tapes are
@@ -195,7 +195,7 @@ def test_members_of_a_gz_are_all_read_and_whole(tmp_path: Path) -> None:
                 read_all(path)
 
 
-def test_zst_files_with_long_windows_and_skippable_frames_are_read(tmp_path: Path) -> None:
+def test_zst_with_long_window_and_skippable_frames_is_read(tmp_path: Path) -> None:
     parameters = zstandard.ZstdCompressionParameters(window_log=30, enable_ldm=True)
     long = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
     path = tmp_path / "x.jsonl.zst"
@@ -216,7 +216,7 @@ def test_zst_files_with_long_windows_and_skippable_frames_are_read(tmp_path: Pat
         max_size=2,
     )
 )
-def test_a_zst_may_end_behind_every_frame_and_nowhere_else(
+def test_zst_may_end_only_after_a_frame(
     tmp_path_factory: pytest.TempPathFactory, frames: list[tuple[bytes, bool, bool, int, bool]]
 ) -> None:
     path = tmp_path_factory.mktemp("zst") / "x.txt.zst"
@@ -244,7 +244,7 @@ def test_a_zst_may_end_behind_every_frame_and_nowhere_else(
 
 
 @pytest.mark.parametrize("name", ["x.txt.zst", "x.jsonl.zst", "x.txt.gz", "x.jsonl.gz"])
-def test_endless_expansion_is_refused_in_little_memory(tmp_path: Path, name: str) -> None:
+def test_decompression_bomb_is_refused_in_little_memory(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     part = bytes(1 << 24).replace(b"\0", b"a")
     if name.endswith("zst"):
@@ -280,7 +280,7 @@ MISNAMED: list[tuple[str, bytes, str]] = [
     ("x.jsonl.zst", JSON, r"is not zstd; it looks like plain JSON: rename it to .*/x\.jsonl$"),
     ("x.txt.gz", b"words", r"is not gzip; it looks like plain text: rename it to .*/x\.txt$"),
     ("x.jsonl.zst", gzip.compress(JSON), r"not zstd; it looks like gzip: rename .*x\.jsonl\.gz$"),
-    ("x.jsonl.gz", b"", r"is empty, which no gzip file is; fetch it again$"),
+    ("x.jsonl.gz", b"", r"is empty: not a gzip file; fetch it again$"),
     ("x.jsonl.gz", b"\x00\xff\x13\x80\x81\x82", r"is not gzip; fetch it again$"),
     ("x.jsonl", gzip.compress(JSON), r"not plain JSON Lines; it looks like gzip: .*x\.jsonl\.gz$"),
     ("x.json", bz2.compress(JSON), r"not plain JSON Lines; it looks like bzip2: decompress it"),
@@ -289,7 +289,7 @@ MISNAMED: list[tuple[str, bytes, str]] = [
 
 
 @pytest.mark.parametrize(("name", "data", "message"), MISNAMED, ids=range(len(MISNAMED)))
-def test_misnamed_file_is_named(tmp_path: Path, name: str, data: bytes, message: str) -> None:
+def test_misnamed_file_is_refused(tmp_path: Path, name: str, data: bytes, message: str) -> None:
     path = tmp_path / name
     path.write_bytes(data)
     with pytest.raises(DataError, match=message):
@@ -298,7 +298,7 @@ def test_misnamed_file_is_named(tmp_path: Path, name: str, data: bytes, message:
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.txt", "x.jsonl.gz", "x.parquet"])
 def test_file_changed_since_the_plan_is_refused(tmp_path: Path, name: str) -> None:
-    """Its pieces would end in the middle of a line, or leave the new ones out."""
+    """Its pieces would end in the middle of a line, or miss new lines."""
     path = tmp_path / name
     path.write_bytes(JSON)
     [file] = find_inputs([str(path)])

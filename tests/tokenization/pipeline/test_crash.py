@@ -1,4 +1,4 @@
-"""kill -9, a full disk, a broken worker: what is finished stays, and the end is the same bytes."""
+"""kill -9, a full disk, a broken worker: finished shards stay; the result has the same bytes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..helpers import Build, files_of, write_jsonl
 
 pytestmark = pytest.mark.multiprocess
 
-# A program that stands for the command line.
+# Program that replaces the command line.
 CLI = """
 import ctypes, os, pathlib, shutil, sys, time
 from megapack.cli.main import main
@@ -32,7 +32,7 @@ from megapack.tokenization.pipeline import run, worker
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
 """
-# Slow enough to be killed in the middle: every shard waits a little before it is finished.
+# Slow enough to be killed in the middle: every shard waits before it is finished.
 SLOW_CLI = CLI.format("""
 original = worker.write_record
 def slow(*args):
@@ -40,7 +40,7 @@ def slow(*args):
     original(*args)
 worker.write_record = slow
 """)
-# Workers that notice nothing: in the middle of a shard they hold the interpreter's lock for good.
+# Unresponsive workers: in the middle of a shard they hold the interpreter's lock forever.
 STUCK_CLI = CLI.format("""
 def stuck(*args):
     pathlib.Path(sys.argv[0] + f".{os.getpid()}").touch()
@@ -53,7 +53,7 @@ os.environ["PYTHONPATH"] += os.pathsep + os.path.dirname(__file__)
 original = run.prepare_processes
 run.prepare_processes = lambda modules: original(["killed", *modules])
 """)
-# Takes the disk for empty, as if somebody else filled it later.
+# Reports an empty disk, as if another process filled it later.
 UNAWARE_CLI = CLI.format(
     "shutil.disk_usage = lambda path: shutil._ntuple_diskusage(1 << 60, 0, 1 << 60)"
 )
@@ -69,7 +69,9 @@ def command(corpus: Path, prefix: Path, *more: str) -> list[str]:
 
 
 def start(program: str, corpus: Path, *more: str, **options: Any) -> subprocess.Popen[str]:
-    """``command`` into ``out`` beside the corpus, by a program that stands for the command line."""
+    """Start ``command`` into ``out`` next to the corpus, by a program that replaces the command
+    line.
+    """
     script = corpus.with_name("cli.py")
     script.write_text(program)
     words = [sys.executable, str(script), *command(corpus, corpus.with_name("out"), *more)[3:]]
@@ -78,7 +80,7 @@ def start(program: str, corpus: Path, *more: str, **options: Any) -> subprocess.
 
 @pytest.fixture
 def calm(tmp_path: Path, corpus: Path, run_build: Build) -> Files:
-    """What a build makes of the corpus that nothing disturbs."""
+    """Build the corpus without disturbance."""
     run_build(corpus, append_eod=True, output_prefix="calm")
     return files_of(tmp_path / "calm")
 
@@ -98,7 +100,7 @@ def finished(prefix: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("workers", ["1", "3"])
-def test_killed_builds_end_the_same(
+def test_killed_build_resumes_to_the_same_bytes(
     tmp_path: Path, corpus: Path, calm: Files, workers: str
 ) -> None:
     prefix = tmp_path / "out"
@@ -113,7 +115,7 @@ def test_killed_builds_end_the_same(
     assert files_of(prefix) == calm
 
 
-def test_workers_of_a_killed_build_leave_at_once(tmp_path: Path, corpus: Path) -> None:
+def test_workers_of_a_killed_build_end_at_once(tmp_path: Path, corpus: Path) -> None:
     process = start(STUCK_CLI, corpus, "--workers", "2")
     wait_for(process, lambda: len(list(tmp_path.glob("cli.py.*"))) == 2)
     assert len(workers_of(process.pid)) == 2
@@ -136,7 +138,7 @@ def wait_for_end(pids: Sequence[int]) -> None:
 
 
 def below(pid: int) -> list[int]:
-    """All processes below one: the server of workers, and the workers."""
+    """Return all descendants of a process: the server of workers, and the workers."""
     children: dict[int, list[int]] = {}
     for process in Path("/proc").iterdir():  # glob would ask each whether it still exists
         if not process.name.isdigit():
@@ -153,7 +155,7 @@ def below(pid: int) -> list[int]:
 
 
 def workers_of(pid: int) -> list[int]:
-    """Those of ``below`` that have a process of Python above them, which forked them."""
+    """Return the workers: descendants forked by another Python process."""
     return [child for direct in below(pid) for child in below(direct)]
 
 
@@ -164,33 +166,35 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def test_a_killed_worker_is_an_error_that_says_what_to_do(tmp_path: Path, corpus: Path) -> None:
+def test_killed_worker_is_an_error_with_a_remedy(tmp_path: Path, corpus: Path) -> None:
     process = start(SLOW_CLI, corpus, "--workers", "2")
     wait_for(process, lambda: finished(tmp_path / "out"))
     os.kill(workers_of(process.pid)[0], signal.SIGKILL)
-    assert_killed_worker_is_named(process)
+    assert_killed_worker_is_reported(process)
     assert "kept from before" in run(command(corpus, tmp_path / "out")).stdout
 
 
-def assert_killed_worker_is_named(process: subprocess.Popen[str]) -> None:
+def assert_killed_worker_is_reported(process: subprocess.Popen[str]) -> None:
     _, stderr = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1
     assert "a worker process was killed" in stderr
     assert "Traceback" not in stderr
 
 
-def test_a_killed_server_of_workers_is_the_same_error(tmp_path: Path, corpus: Path) -> None:
-    """It was a raw EOFError."""
+def test_killed_server_of_workers_is_the_same_error(tmp_path: Path, corpus: Path) -> None:
+    """It raised EOFError."""
     (tmp_path / "killed.py").write_text("import os\nos.kill(os.getpid(), 9)\n")
     process = start(KILLED_SERVER_CLI, corpus, "--workers", "2", "--shard-bytes", "100K")
-    assert_killed_worker_is_named(process)
+    assert_killed_worker_is_reported(process)
 
 
 @pytest.mark.parametrize(
     ("program", "everybody"), [(SLOW_CLI, True), (STUCK_CLI, False)], ids=["group", "build alone"]
 )
-def test_interrupt_ends_all(tmp_path: Path, corpus: Path, program: str, everybody: bool) -> None:
-    """A terminal sends it to all processes; a scheduler may send it to the first alone."""
+def test_interrupt_ends_all_processes(
+    tmp_path: Path, corpus: Path, program: str, everybody: bool
+) -> None:
+    """A terminal sends SIGINT to all processes; a scheduler may send it to the first only."""
     # A script starts background jobs with SIGINT ignored, and children inherit that.
     usual = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -214,9 +218,9 @@ def test_full_disk_keeps_finished_shards(tmp_path: Path) -> None:
     corpus = write_jsonl(tmp_path / "corpus.jsonl", records)
     prefix = tmp_path / "out"
     limited = f"ulimit -f 300; exec {' '.join(command(corpus, prefix))}"
-    said = run(["bash", "-c", limited], status=1).stderr
-    assert "File too large" in said and ".bin" in said, "the message names the file"
-    assert "Traceback" not in said
+    output = run(["bash", "-c", limited], status=1).stderr
+    assert "File too large" in output and ".bin" in output, "the message names the file"
+    assert "Traceback" not in output
     kept = len(finished(prefix))
     assert kept >= 1
     assert not list(Path(f"{prefix}.build").glob("**/*.tmp-*")), "nothing half-written is left"
@@ -237,17 +241,17 @@ true
 
 
 def build_twice(tmp_path: Path, ballast: int, build: list[str]) -> dict[str, str]:
-    """Run a build twice on a real file system of 8 MB; what it said, by file name. The corpus makes
+    """Build twice on a real file system of 8 MB; return the output by file name. The corpus makes
     about 2 MB of shards, and 2 MB of result.
     """
     disk = tmp_path / "disk"
     disk.mkdir()
     script = ["sh", "-c", FULL_DISK, "sh", disk, ballast, *build[:-1], disk / "out"]
     on_small_disk(disk, 8, *script, cwd=tmp_path, env=ENVIRONMENT)
-    said = {path.name: path.read_text() for path in tmp_path.glob("*.*") if path.suffix in SAID}
-    assert "Traceback" not in said["full.err"] + said["again.err"], said
-    assert ".tmp-" not in said["full.files"], "nothing half-written is left"
-    return said
+    output = {path.name: path.read_text() for path in tmp_path.glob("*.*") if path.suffix in SAID}
+    assert "Traceback" not in output["full.err"] + output["again.err"], output
+    assert ".tmp-" not in output["full.files"], "nothing half-written is left"
+    return output
 
 
 SAID = (".status", ".err", ".out", ".files")
@@ -256,47 +260,50 @@ SAID = (".status", ".err", ".out", ".files")
 @pytest.mark.parametrize(
     ("workers", "ballast", "missing"), [("2", 7, "shards"), ("1", 5, "the result")]
 )
-def test_after_a_disk_was_full_the_same_command_goes_on_and_gives_the_same_bytes(
+def test_build_resumes_after_a_full_disk(
     tmp_path: Path, corpus: Path, calm: Files, workers: str, ballast: int, missing: str
 ) -> None:
     (tmp_path / "cli.py").write_text(UNAWARE_CLI)
     arguments = command(corpus, Path(), "--workers", workers)[3:]
     program = [sys.executable, str(tmp_path / "cli.py"), *arguments]
-    said = build_twice(tmp_path, ballast, [*program, "--output-prefix", ""])
-    assert said["full.status"] == "1\n", said
-    assert "No space left on device while writing" in said["full.err"]
-    files = said["full.files"].split()
+    output = build_twice(tmp_path, ballast, [*program, "--output-prefix", ""])
+    assert output["full.status"] == "1\n", output
+    assert "No space left on device while writing" in output["full.err"]
+    files = output["full.files"].split()
     kept = len([name for name in files if re.fullmatch(r"shard-\d{6}\.json", name)])
     assert kept >= 1 and "out.bin" not in files
-    assert said["again.status"] == "0\n", said
-    found = re.search(r"shards +(\d+) \((\d+) kept from before\)", said["again.out"])
-    assert found is not None, said
+    assert output["again.status"] == "0\n", output
+    found = re.search(r"shards +(\d+) \((\d+) kept from before\)", output["again.out"])
+    assert found is not None, output
     assert int(found[2]) == kept
     assert (kept == int(found[1])) == (missing == "the result")
     assert files_of(tmp_path / "out") == calm
 
 
-def test_disk_too_small_for_the_result_is_refused_first(tmp_path: Path, corpus: Path) -> None:
+def test_too_small_disk_is_refused_first(tmp_path: Path, corpus: Path) -> None:
     build = command(corpus, Path(), "--output-prefix", "")
-    said = build_twice(tmp_path, 7, build)
-    assert said["full.status"] == "1\n"
+    output = build_twice(tmp_path, 7, build)
+    assert output["full.status"] == "1\n"
     assert re.search(
-        r"has (1\.0\d MiB|\d+ KiB) free, and the build needs about [12]\.\d+ MiB", said["full.err"]
+        r"has (1\.0\d MiB|\d+ KiB) free, and the build needs about [12]\.\d+ MiB",
+        output["full.err"],
     )
-    assert "shard-" not in said["full.files"]
-    assert said["again.status"] == "0\n"
+    assert "shard-" not in output["full.files"]
+    assert output["again.status"] == "0\n"
 
 
-def test_shards_go_where_copies_have_no_room(tmp_path: Path, corpus: Path, calm: Files) -> None:
+def test_shards_are_deleted_during_the_join_on_a_small_disk(
+    tmp_path: Path, corpus: Path, calm: Files
+) -> None:
     build = command(corpus, Path(), "--output-prefix", "")
-    said = build_twice(tmp_path, 5, build)
-    assert said["full.status"] == "0\n", said
-    assert "each is removed once it is joined" in said["full.err"]
-    assert "nothing to do" in said["again.out"]
+    output = build_twice(tmp_path, 5, build)
+    assert output["full.status"] == "0\n", output
+    assert "each shard is deleted once it is copied" in output["full.err"]
+    assert "nothing to do" in output["again.out"]
     assert files_of(tmp_path / "out") == calm
 
 
-def test_two_runs_of_one_build_do_not_work_at_the_same_time(
+def test_two_runs_of_one_build_exclude_each_other(
     tmp_path: Path, corpus: Path, run_build: Build
 ) -> None:
     process = start(SLOW_CLI, corpus)

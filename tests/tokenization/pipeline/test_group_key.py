@@ -1,4 +1,4 @@
-"""Group ids stand beside their documents, whatever splits, leaves out or reads them."""
+"""Group ids follow their documents through splits, dropped documents and all formats."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_group_ids_follow_documents(
     assert len(set.union(*seen.values())) == len(seen) == 4 and min(map(min, seen.values())) >= 0
 
 
-def test_lists_and_objects_are_no_group(tmp_path: Path, run_build: Build) -> None:
+def test_lists_and_objects_are_not_group_keys(tmp_path: Path, run_build: Build) -> None:
     values = pa.array([[1], [2], None]), pa.array([{"a": 1}, {"a": 1}, None])
     for of in values:
         pq.write_table(pa.table({"text": ["a", "b", "c"], "of": of}), tmp_path / "x.parquet")

@@ -1,4 +1,4 @@
-"""A build carries its plan: what decides an id or a byte is in its digest; two plans never mix."""
+"""The plan's digest covers all that affects an id or a byte; shards of two plans never mix."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def records(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def tokenizer(tmp_path: Path, bpe_json: Path) -> Path:
-    """A tokenizer of its own, with a configuration and a chat template."""
+    """Make a tokenizer directory with a configuration and a chat template."""
     directory = tmp_path / "tokenizer"
     directory.mkdir()
     shutil.copy(bpe_json, directory / "tokenizer.json")
@@ -55,11 +55,11 @@ def test_parts_of_two_plans_never_join(tmp_path: Path, records: Path, run_build:
     plain, progress = run_build(records, part=(0, 2), shard_bytes=4000), Silence()
     changed = {"append_eod": True, "shard_bytes": 4000}
     assert plain.plan.digest != run_build(records, part=(1, 2), **changed).plan.digest
-    with pytest.raises(MegapackError, match=r"shard 0 is not finished; .* of this plan \d+ of \d+"):
+    with pytest.raises(MegapackError, match=r"shard 0 is not finished, .* \d+ of \d+ are missing"):
         run_build(records, finish=True, progress=progress, **changed)
-    (said,) = progress.notes
-    assert "KiB of another plan; --overwrite removes it" in said
-    assert "eod was None, is ['<eod>', 256]" in said
+    (message,) = progress.notes
+    assert "KiB of another plan; --overwrite removes it" in message
+    assert "eod was None, is ['<eod>', 256]" in message
     assert not IndexedDataset.exists(tmp_path / "out")
     run_build(records, part=(0, 2), **changed)
     run_build(records, finish=True, **changed)
@@ -68,7 +68,7 @@ def test_parts_of_two_plans_never_join(tmp_path: Path, records: Path, run_build:
     assert meta is not None and meta["document_end_token"] == 256
 
 
-def test_a_changed_plan_is_another_build_and_says_what_the_first_left_behind(
+def test_changed_plan_is_another_build_and_reports_old_shards(
     tmp_path: Path, records: Path, run_build: Build
 ) -> None:
     run_build(records, part=(0, 2), shard_bytes=4000)
@@ -106,10 +106,10 @@ def test_rewritten_file_of_the_same_size_is_another_plan(records: Path, run_buil
 
 
 @pytest.mark.parametrize(("num_ids", "dtype"), [(65_499, "uint16"), (65_500, "int32")])
-def test_ids_are_stored_as_megatron_will_read_them(
+def test_dtype_of_ids_is_megatrons(
     tmp_path: Path, records: Path, run_build: Build, num_ids: int, dtype: str
 ) -> None:
-    """Its readers take vocabularies below 65,500 as uint16, and all others as int32."""
+    """Megatron's readers take vocabularies below 65,500 as uint16, all others as int32."""
     words = {"document": 0, **{f"w{number}": number for number in range(1, num_ids)}}
     tokenizer = tmp_path / "tokenizer.json"
     model = {"type": "WordLevel", "vocab": words, "unk_token": "document"}
@@ -118,8 +118,9 @@ def test_ids_are_stored_as_megatron_will_read_them(
     assert IndexedDataset(tmp_path / "out").dtype == dtype
 
 
-def test_overwrite_removes_what_plans_left(tmp_path: Path, records: Path, run_build: Build) -> None:
-    """One rule for every command: replaced is what differs."""
+def test_overwrite_removes_shards_of_other_plans(
+    tmp_path: Path, records: Path, run_build: Build
+) -> None:
     run_build(records)
     before = (tmp_path / "out.bin").stat()
     left = tmp_path / "out.build" / "another"
@@ -134,7 +135,7 @@ def test_overwrite_removes_what_plans_left(tmp_path: Path, records: Path, run_bu
     assert run_build(records, overwrite=True).state == "built", "half of a dataset is none"
 
 
-def test_a_part_that_starts_over_leaves_the_other_parts(records: Path, run_build: Build) -> None:
+def test_overwrite_of_a_part_keeps_other_parts(records: Path, run_build: Build) -> None:
     options = {"shard_bytes": 4000}
     parts = [run_build(records, part=(i, 2), **options) for i in range(2)]
     again = run_build(records, part=(0, 2), overwrite=True, **options)
@@ -151,8 +152,8 @@ def chats(tmp_path: Path) -> Path:
     return write_jsonl(tmp_path / "chats.jsonl", [{"messages": turns}] * 20)
 
 
-def test_tokenizer_files_are_in(tokenizer: Path, chats: Path, run_build: Build) -> None:
-    """All that ``TokenizerFiles.identity`` names."""
+def test_plan_covers_tokenizer_files(tokenizer: Path, chats: Path, run_build: Build) -> None:
+    """All files of ``TokenizerFiles.identity`` are in the plan."""
     options = {"tokenizer": tokenizer, "messages_key": "messages"}
     assert run_build(chats, **options).state == "built"
     assert run_build(chats, **options).state == "found"
@@ -161,7 +162,7 @@ def test_tokenizer_files_are_in(tokenizer: Path, chats: Path, run_build: Build) 
         run_build(chats, **options)
 
 
-def test_another_version_of_a_library_is_another_plan(
+def test_library_version_changes_the_plan(
     records: Path, tokenizer: Path, run_build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {"tokenizer": tokenizer, "backend": "tokenizers"}
@@ -175,7 +176,7 @@ def test_another_version_of_a_library_is_another_plan(
 
 
 @pytest.mark.multiprocess
-def test_a_worker_whose_machine_has_other_files_builds_nothing(
+def test_machine_with_other_files_builds_nothing(
     tmp_path: Path, tokenizer: Path, chats: Path, run_build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def edit(*_: object) -> None:  # the plan is made, and its workers are about to start
@@ -203,7 +204,9 @@ def test_shard_of_another_plan_is_rebuilt(tmp_path: Path, records: Path, run_bui
     assert files_of(tmp_path / "other") == before
 
 
-def test_manifest_is_plan(tmp_path: Path, records: Path, tokenizer: Path, run_build: Build) -> None:
+def test_manifest_contains_the_plan(
+    tmp_path: Path, records: Path, tokenizer: Path, run_build: Build
+) -> None:
     result = run_build(records, tokenizer=tokenizer, append_eod=True, split="90,10")
     assert not (tmp_path / "out.build").exists(), "the shards are gone when all is done"
     manifest = json.loads((tmp_path / "out.manifest.json").read_text())
@@ -240,10 +243,10 @@ def test_equal_digests(tmp_path: Path, records: Path, tokenizer: Path, run_build
         assert digest(name, **options) == first, options
 
 
-def test_dataset_that_appears_while_a_build_begins_is_kept(
+def test_dataset_that_appears_during_a_start_is_kept(
     tmp_path: Path, records: Path, run_build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two builds of one name the second looked before the first was done, and replaced it."""
+    """A second build checked before the first one was done, and replaced its dataset."""
     finished = Workspace.finished
 
     def slow(workspace: Workspace) -> Totals | None:
@@ -264,9 +267,7 @@ def test_dataset_that_appears_while_a_build_begins_is_kept(
 
 
 @pytest.mark.parametrize("more", [{}, {"weights_key": "w"}, {"group_key": "g"}])
-def test_disk_is_estimated_with_all_that_stands_beside_the_tokens(
-    tmp_path: Path, more: dict[str, Any]
-) -> None:
+def test_estimate_includes_labels_weights_and_groups(tmp_path: Path, more: dict[str, Any]) -> None:
     rows = [{"text": "word " * (1 + i % 9), "w": [[0, 2, 0.5]], "g": i} for i in range(3000)]
     corpus = write_jsonl(tmp_path / "x.jsonl", rows)
     prefix = str(tmp_path / "out")
@@ -276,13 +277,13 @@ def test_disk_is_estimated_with_all_that_stands_beside_the_tokens(
     assert not progress.notes
     for name in more:
         preview(dataclasses.replace(config, **{name: "misspelled"}), progress)
-        assert "no document that was looked at has 'misspelled'; see --" in progress.notes[-1]
+        assert "no document of a sample has 'misspelled'; see --" in progress.notes[-1]
     build(config, Silence())
     held = sum(path.stat().st_size for end in ("bin", "idx") for path in tmp_path.glob(f"*.{end}"))
     assert expected == pytest.approx(held, rel=0.1)
 
 
-def test_shards_in_work_are_not_removed(tmp_path: Path, records: Path, run_build: Build) -> None:
+def test_shards_in_progress_are_kept(tmp_path: Path, records: Path, run_build: Build) -> None:
     options = {"shard_bytes": 4000}
     result = run_build(records, keep_shards=True, **options)
     directory = tmp_path / "out.build" / result.plan.digest
@@ -293,7 +294,7 @@ def test_shards_in_work_are_not_removed(tmp_path: Path, records: Path, run_build
     assert not directory.exists()
 
 
-def test_incomplete_shards_no_use(tmp_path: Path, run_build: Build) -> None:
+def test_shards_that_lack_documents_are_refused(tmp_path: Path, run_build: Build) -> None:
     texts = [{"text": "x" * 500}] * 20
     records = write_jsonl(tmp_path / "x.jsonl", [*texts, {"no": "text"}, *texts])
     run_build(records, part=(0, 1), shard_bytes=2000, on_error="skip")
@@ -312,14 +313,13 @@ SCRIPT = ROOT / "launch" / "tokenize_slurm.sh"
 
 @pytest.fixture
 def alone(tmp_path: Path, corpus: Path, run_build: Build) -> tuple[bytes, bytes]:
-    """What one machine makes of the corpus."""
+    """Build the corpus on one machine."""
     run_build(corpus, append_eod=True, output_prefix="alone")
     return files_of(tmp_path / "alone")
 
 
 SBATCH = """#!/bin/bash
-# Runs what it is given at once, as Slurm would on free machines, the tasks of an array together;
-# prints a job number.
+# Stub of sbatch: runs a job at once, the tasks of an array in parallel; prints a job number.
 tasks=
 while [[ $1 == --* ]]; do
     case $1 in --array=0-*) tasks=${1#--array=0-} ;; esac
@@ -352,18 +352,18 @@ def test_script_submits_an_array(tmp_path: Path, corpus: Path, alone: tuple[byte
     words = ["--input", corpus, "--tokenizer", "bytes", "--append-eod", "--shard-bytes", "30K"]
     words += ["--output-prefix", tmp_path / "out"]
     assert "2 tasks" in ended(SCRIPT, "2", *words, env=environment).stdout
-    said = log.read_text().split()
-    assert {"--array=0-1", "--mem=1G", "--kill-on-invalid-dep=yes"} <= set(said)
-    assert any(option.startswith("--dependency=afterok:") for option in said)
+    message = log.read_text().split()
+    assert {"--array=0-1", "--mem=1G", "--kill-on-invalid-dep=yes"} <= set(message)
+    assert any(option.startswith("--dependency=afterok:") for option in message)
     assert files_of(tmp_path / "out") == alone
     ended(SCRIPT, status=2, env=environment)  # which shows its usage
 
 
 @pytest.fixture
 def cluster() -> Iterator[Any]:
-    """A node of one CPU; others come and go."""
+    """Start a Ray node with one CPU; tests add and remove others."""
     ray, cluster_utils = peer("ray"), peer("ray.cluster_utils")
-    # Workers must find megapack, and need no authentication between processes of one machine.
+    # Workers must find megapack; processes of one machine need no authentication.
     settings = {
         "PYTHONPATH": str(ROOT),
         "RAY_AUTH_MODE": "disabled",
@@ -382,7 +382,7 @@ def cluster() -> Iterator[Any]:
 
 
 class KillsANode(Silence):
-    """Takes a node away as soon as two shards are done."""
+    """Removes a node as soon as two shards are done."""
 
     def __init__(self, cluster: Any, node: Any) -> None:
         super().__init__()
@@ -395,7 +395,7 @@ class KillsANode(Silence):
 
 
 @pytest.mark.multiprocess
-def test_a_ray_cluster_that_loses_a_node_makes_the_same_dataset(
+def test_ray_cluster_that_loses_a_node_makes_the_same_dataset(
     tmp_path: Path,
     cluster: Any,
     corpus: Path,

@@ -1,4 +1,4 @@
-"""A build gives the same bytes whoever does the work, and Megatron reads them."""
+"""A build gives the same bytes for any number of workers, shards and parts; Megatron reads them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, processors
 from megapack import IndexedDataset
 from megapack.errors import ConfigError, DataError, FormatError
 from megapack.storage.dataset import open_weights
-from megapack.tokenization.pipeline.worker import ahead
+from megapack.tokenization.pipeline.worker import prefetch
 from megapack.tokenization.tokenizers import probe
 from megapack.tokenization.tokenizers.tokenizer import TokenizerFiles
 
@@ -30,7 +30,7 @@ from ..helpers import Build, Silence, files_of, write_jsonl
 
 
 @pytest.mark.multiprocess
-def test_bytes_do_not_depend_on_workers_blocks_shards_or_parts_and_megatron_reads_them(
+def test_bytes_do_not_depend_on_workers_blocks_shards_or_parts(
     tmp_path: Path, corpus: Path, bpe_json: Path, run_build: Build, source_texts: list[str]
 ) -> None:
     plan = {"tokenizer": bpe_json, "append_eod": True, "shard_bytes": 50_000}
@@ -67,7 +67,7 @@ BOUNDARIES: list[tuple[dict[str, Any], list[list[int]]]] = [
 ]
 
 
-def test_documents_begin_and_end_as_asked(tmp_path: Path, run_build: Build) -> None:
+def test_bos_and_eod_are_added(tmp_path: Path, run_build: Build) -> None:
     for options, documents in BOUNDARIES:
         run_build([{"text": "ab"}, {"text": "c"}], **options, overwrite=True)
         found = [tokens.tolist() for tokens in IndexedDataset(tmp_path / "out")[:]]
@@ -82,8 +82,8 @@ def test_word_limits_are_counted(tmp_path: Path, run_build: Build) -> None:
     assert result.totals.skipped_at["too many words"] == [f"{tmp_path}/x.jsonl:5"]
 
 
-def test_loss_weights_go_with_their_documents(tmp_path: Path, run_build: Build) -> None:
-    """Also where documents are left out, and to the split of each; EOD weighs as the last token."""
+def test_loss_weights_stay_with_their_documents(tmp_path: Path, run_build: Build) -> None:
+    """Also after dropped documents, and in each split; EOD has the last token's weight."""
     rows = [{"text": "a" * n, "w": [n / 8] * n} for n in range(1, 20)]
     rows = [{"text": "abc", "w": [1]}, *rows, {"text": "z"}]
     options = {"append_eod": True, "weights_key": "w"}
@@ -104,7 +104,7 @@ def test_loss_weights_go_with_their_documents(tmp_path: Path, run_build: Build) 
         run_build(rows, **options)
     with pytest.raises(ConfigError, match="--weights-key is for text"):
         run_build(rows, **options, messages_key="m")
-    # A table without the column says nothing of its documents: they weigh 1.
+    # In a table without the column, all weights are 1.
     pq.write_table(pa.table({"text": ["ab", "c"]}), tmp_path / "x.parquet")
     result = run_build(tmp_path / "x.parquet", output_prefix="table", **options)
     weights = open_weights(IndexedDataset(result.prefixes[""]), result.prefixes[".weights"])
@@ -133,7 +133,7 @@ def test_special_tokens_in_texts_are_counted_or_encoded_as_text(
             run_build(rows, tokenizer=bpe_json, special_tokens="text", **more)
 
 
-def test_tokens_that_the_tokenizer_itself_would_add_are_reported(
+def test_tokens_that_only_the_tokenizer_adds_are_reported(
     tmp_path: Path, run_build: Build, bpe_json: Path
 ) -> None:
     tokenizer = Tokenizer.from_file(str(bpe_json))
@@ -154,10 +154,10 @@ def test_tokens_that_the_tokenizer_itself_would_add_are_reported(
     assert not progress.notes
 
 
-def test_a_document_on_which_a_library_fails_is_named_or_skipped(
+def test_library_failure_names_or_skips_the_document(
     tmp_path: Path, run_build: Build, bpe_json: Path
 ) -> None:
-    """A panic of a Rust library is a BaseException, which no ordinary handler catches."""
+    """A panic of a Rust library is a BaseException; `except Exception` misses it."""
     tree = json.loads(bpe_json.read_bytes())
     tree["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = "(x+x+)+y"
     path = tmp_path / "backtracking.json"
@@ -173,7 +173,10 @@ def test_a_document_on_which_a_library_fails_is_named_or_skipped(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda tree: tree["model"]["vocab"].update(zz=2**31 + 5), "token id 2147483653; ids lie"),
+        (
+            lambda tree: tree["model"]["vocab"].update(zz=2**31 + 5),
+            "token id 2147483653; ids must be in",
+        ),
         (lambda tree: tree["model"]["merges"].append(["no", "where"]), "cannot be used: .*no"),
         (
             lambda tree: tree["pre_tokenizer"].update(pretokenizers=[{"type": "x"}]),
@@ -181,7 +184,7 @@ def test_a_document_on_which_a_library_fails_is_named_or_skipped(
         ),
     ],
 )
-def test_a_tokenizer_that_a_library_refuses_ends_in_one_line(
+def test_invalid_tokenizer_is_an_error_of_one_line(
     tmp_path: Path, run_build: Build, bpe_json: Path, change: Any, message: str
 ) -> None:
     tree = json.loads(bpe_json.read_bytes())
@@ -196,7 +199,7 @@ def test_a_tokenizer_that_a_library_refuses_ends_in_one_line(
         run_build([{"text": "a"}], tokenizer=path)
 
 
-def test_a_tokenizer_that_ends_its_process_or_never_returns_is_refused(
+def test_tokenizer_that_aborts_or_never_returns_is_refused(
     bpe_json: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = TokenizerFiles.open(str(bpe_json))
@@ -231,10 +234,10 @@ def test_finished_build_is_found(tmp_path: Path, corpus: Path, run_build: Build)
     assert files_of(tmp_path / "out") != before
 
 
-def test_a_finished_build_is_found_by_the_contents_of_its_inputs(
+def test_finished_build_is_found_by_contents(
     tmp_path: Path, corpus: Path, run_build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Copied, touched, or named by another path: the bytes decide."""
+    """Copied, touched or renamed: the bytes decide."""
     run_build(corpus)
     os.utime(corpus, ns=(1, 1))
     assert run_build(corpus).state == "found"
@@ -250,7 +253,7 @@ def test_a_finished_build_is_found_by_the_contents_of_its_inputs(
         run_build(copy)
 
 
-def test_foreign_dataset_is_kept(tmp_path: Path, corpus: Path, run_build: Build) -> None:
+def test_other_dataset_is_not_replaced(tmp_path: Path, corpus: Path, run_build: Build) -> None:
     for suffix in ("bin", "idx"):
         (tmp_path / f"out.{suffix}").write_bytes(b"somebody's")
     with pytest.raises(ConfigError, match=r"out\.bin is there already: .*--overwrite"):
@@ -259,7 +262,7 @@ def test_foreign_dataset_is_kept(tmp_path: Path, corpus: Path, run_build: Build)
     assert len(IndexedDataset(tmp_path / "out"))
 
 
-def test_stopped_build_goes_on(tmp_path: Path, run_build: Build) -> None:
+def test_stopped_build_resumes(tmp_path: Path, run_build: Build) -> None:
     records: list[Any] = [{"text": "x" * 500}] * 100
     corpus = write_jsonl(tmp_path / "x.jsonl", [*records, {"no": "text"}, *records])  # once: mtime
     with pytest.raises(DataError, match="missing key"):
@@ -273,9 +276,11 @@ def test_stopped_build_goes_on(tmp_path: Path, run_build: Build) -> None:
         run_build(corpus, shard_bytes=5000, on_error="fail")
 
 
-# Of a file its half, or one bit of the middle, and a .bin that is gone or longer.
+# Half of a file, one flipped bit, a .bin that is missing or longer.
 @pytest.mark.parametrize("damage", ["bin", "idx", "meta.json", "json", "gone", "longer"])
-def test_whole_shards_are_kept(tmp_path: Path, corpus: Path, run_build: Build, damage: str) -> None:
+def test_only_damaged_shards_are_rebuilt(
+    tmp_path: Path, corpus: Path, run_build: Build, damage: str
+) -> None:
     options: dict[str, Any] = {"shard_bytes": 100_000, "keep_shards": True}
     result = run_build(corpus, **options)
     whole = files_of(tmp_path / "out")
@@ -297,7 +302,7 @@ def test_whole_shards_are_kept(tmp_path: Path, corpus: Path, run_build: Build, d
 
 
 class StopsWhileJoining(Silence):
-    """Ctrl-C in the middle of the last act."""
+    """Ctrl-C while shards are joined."""
 
     def join(self, done: int, total: int) -> None:
         super().join(done, total)
@@ -306,7 +311,7 @@ class StopsWhileJoining(Silence):
 
 
 @pytest.mark.parametrize("split", [None, "60,20,20"])
-def test_a_join_that_gives_shards_up_as_it_goes_can_be_stopped_and_loses_nothing(
+def test_join_that_deletes_shards_can_be_stopped(
     corpus: Path, run_build: Build, monkeypatch: pytest.MonkeyPatch, split: str | None
 ) -> None:
     options = {"shard_bytes": 50_000, "split": split}
@@ -329,7 +334,7 @@ def test_documents_are_counted(corpus: Path, run_build: Build, source_texts: lis
         assert sum(counted.documents for counted in progress.counted) == len(source_texts)
 
 
-def test_the_check_along_the_way_stops_at_a_difference(run_build: Build, sp_model: Path) -> None:
+def test_verify_fraction_stops_at_a_difference(run_build: Build, sp_model: Path) -> None:
     records = [{"text": "harmless"}] * 50 + [{"text": "a control symbol <s> in the text"}]
     options = {"tokenizer": sp_model, "verify_fraction": 1.0}
     with pytest.raises(DataError, match=r"x\.jsonl:51, token .*--backend sentencepiece"):
@@ -354,13 +359,13 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_options_that_contradict_each_other_are_refused(corpus: Path, run_build: Build) -> None:
+def test_contradicting_options_are_refused(corpus: Path, run_build: Build) -> None:
     for options, message in CONTRADICTIONS:
         with pytest.raises(ConfigError, match=message):
             run_build(corpus, **options)
 
 
-def test_shards_of_a_few_bytes_are_noted(run_build: Build) -> None:
+def test_tiny_shards_are_reported(run_build: Build) -> None:
     progress = Silence()
     run_build([{"text": "x" * 6000}], shard_bytes=5, progress=progress)
     assert "--shard-bytes 5 makes about 1,202 shards" in progress.notes[0]
@@ -387,7 +392,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
     assert peaks[1] - peaks[0] < 25, f"MiB: {peaks}"
 
 
-# ---- A generator that runs ahead gives what it would give, and ends with its consumer
+# ---- prefetch yields the same items, and ends with its consumer
 
 
 def counting(closed: list[bool], fail_at: int = 1000) -> Generator[int, None, None]:
@@ -401,30 +406,30 @@ def counting(closed: list[bool], fail_at: int = 1000) -> Generator[int, None, No
 
 
 def threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("megapack-ahead")]
+    return [t for t in threading.enumerate() if t.name.startswith("megapack-prefetch")]
 
 
-def test_items_come_in_order_and_an_error_comes_behind_them() -> None:
+def test_prefetch_keeps_order_and_raises_at_the_end() -> None:
     closed: list[bool] = []
     seen = []
     with pytest.raises(OSError, match="the disk"):
-        for item in ahead(ahead(counting(closed, fail_at=50))):
+        for item in prefetch(prefetch(counting(closed, fail_at=50))):
             seen.append(item)
     assert seen == list(range(50)) and closed and not threads()
 
 
-def test_a_consumer_that_stops_ends_it() -> None:
+def test_prefetch_ends_with_its_consumer() -> None:
     closed: list[bool] = []
-    items = ahead(counting(closed))
+    items = prefetch(counting(closed))
     assert next(items) == 0 and threads()
     items.close()
     assert closed and not threads()
 
 
-def test_garbage_in_a_cycle_ends_it() -> None:
-    """A failed build is one: its traceback holds the frames that hold the generator."""
+def test_prefetch_in_a_garbage_cycle_ends() -> None:
+    """A failed build: its traceback references the frames that reference the generator."""
     closed: list[bool] = []
-    items = ahead(counting(closed))
+    items = prefetch(counting(closed))
     next(items)
     cycle: list[object] = [items]
     cycle.append(cycle)

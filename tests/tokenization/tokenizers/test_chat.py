@@ -1,4 +1,4 @@
-"""Loss falls on the assistant's tokens alone, for headers and for real chat templates."""
+"""Only the assistant's tokens carry loss, with role headers and with chat templates."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def documents(prefix: Path) -> list[tuple[list[int], list[int]]]:
 
 
 def learned_text(tokens: list[int], labels: list[int]) -> str:
-    """The text on which loss falls, runs separated by ``~``; labels must be the tokens."""
+    """Return the text with loss, runs separated by ``~``; check that labels equal tokens."""
     assert all(label in (-100, token) for token, label in zip(tokens, labels, strict=True))
     runs = itertools.groupby(labels, lambda label: label == -100)
     return "~".join(text_of(list(run)) for outside, run in runs if not outside)
@@ -61,13 +61,13 @@ SPECIAL = ("<|endoftext|>", "<|begin_of_text|>", *MARKERS)
 
 
 def text_of(ids: list[int]) -> str:
-    """What ids of ``byte_json`` say: 0 to 255 are bytes, ``SPECIAL`` follow."""
+    """Return the text of ids of ``byte_json``: 0 to 255 are bytes, then ``SPECIAL``."""
     return b"".join(bytes([i]) if i < 256 else SPECIAL[i - 256].encode() for i in ids).decode()
 
 
 @pytest.fixture
 def byte_json(tmp_path: Path) -> str:
-    """A tokenizer whose ids can be read: bytes, and the tokens of ``SPECIAL``."""
+    """Make a tokenizer with readable ids: bytes, then the tokens of ``SPECIAL``."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's table of bytes
     others = [byte for byte in range(256) if byte not in plain]
     character = {**{b: chr(b) for b in plain}, **{b: chr(256 + i) for i, b in enumerate(others)}}
@@ -98,7 +98,7 @@ def build_chats(run_build: Build) -> Build:
     ("loss", "learned"),
     [(None, "assistant<|end_header_id|>\n\n"), ("content", "")],  # a turn's first token is given
 )
-def test_role_headers_teach_turns_but_for_their_first_token_or_the_content_alone(
+def test_loss_of_role_headers_is_on_turns_or_contents(
     tmp_path: Path, chats: Path, build_chats: Build, byte_json: str, loss: str | None, learned: str
 ) -> None:
     build_chats(chats, byte_json, **HEADERS, chat_loss=loss)
@@ -111,10 +111,10 @@ def test_role_headers_teach_turns_but_for_their_first_token_or_the_content_alone
     assert learned_text(tokens, labels) == "~".join(answers)
 
 
-def test_role_headers_are_refused_where_the_tokenizer_has_no_such_token(
+def test_role_headers_are_refused_without_marker_tokens(
     tmp_path: Path, chats: Path, build_chats: Build, byte_json: str, sp_model: Path
 ) -> None:
-    """They were stored in pieces: 19 bytes instead of <|start_header_id|>."""
+    """A marker was split into pieces: 19 bytes instead of <|start_header_id|>."""
     for tokenizer in ("bytes", sp_model):
         with pytest.raises(ConfigError, match=r"has no token <\|start_header_id\|>.*pieces; "):
             build_chats(chats, tokenizer, **HEADERS)
@@ -128,10 +128,10 @@ def test_role_headers_are_refused_where_the_tokenizer_has_no_such_token(
     assert not list(tmp_path.glob("out*.bin"))
 
 
-def test_role_headers_need_a_token_and_not_a_special_one(
+def test_role_header_markers_need_not_be_special_tokens(
     tmp_path: Path, chats: Path, build_chats: Build, source_files: list[InputFile]
 ) -> None:
-    """A sentencepiece model may write a space before a text: the token comes second then."""
+    """A sentencepiece model may write a space before a text: the token is then the second one."""
     path = tmp_path / "m.model"
     options: dict[str, Any] = {"read": ReadOptions(), "faults": Faults("skip"), "vocab_size": 400}
     options |= {"sample_bytes": 1 << 18, "special_tokens": MARKERS}
@@ -148,7 +148,7 @@ def test_role_headers_need_a_token_and_not_a_special_one(
 
 
 def source_code_of_section_8(messages: Messages, encode: Callable[[str], list[int]]) -> Any:
-    """The article's loop, with labels put back under their own tokens (it shifts them)."""
+    """Run the article's loop; align its shifted labels with their tokens."""
     tokens: list[int] = []
     shifted: list[int] = []
     for turn in messages:
@@ -161,7 +161,7 @@ def source_code_of_section_8(messages: Messages, encode: Callable[[str], list[in
 
 
 @pytest.mark.parametrize("backend", ["tokenizers", "auto"])
-def test_role_headers_are_those_of_the_article(
+def test_role_headers_equal_the_article(
     tmp_path: Path, chats: Path, bpe_json: Path, build_chats: Build, backend: str
 ) -> None:
     build_chats(chats, bpe_json, **HEADERS, backend=backend)
@@ -172,7 +172,7 @@ def test_role_headers_are_those_of_the_article(
     assert documents(tmp_path / "out")[0] == expected
 
 
-def test_the_end_token_is_learned_behind_a_learned_answer_only(
+def test_end_token_has_loss_only_after_an_answer_with_loss(
     tmp_path: Path, build_chats: Build, byte_json: str
 ) -> None:
     chats = [{"messages": CHAT}, {"messages": [*CHAT, {"role": "user", "content": "?"}]}]
@@ -200,7 +200,7 @@ MARKED = (
 
 @pytest.fixture
 def tokenizer_with(tmp_path: Path, bpe_json: Path) -> TokenizerWith:
-    """A tokenizer directory with a chat template."""
+    """Make a tokenizer directory with a chat template."""
 
     def make(template: str) -> Path:
         directory = tmp_path / "tokenizer"
@@ -228,7 +228,7 @@ def transformers_tokenizer(directory: Path, template: str) -> Any:
     )
 
 
-def test_a_template_with_marks_gives_what_transformers_gives(
+def test_template_with_marks_equals_transformers(
     tmp_path: Path, chats: Path, build_chats: Build, tokenizer_with: TokenizerWith
 ) -> None:
     directory = tokenizer_with(MARKED)
@@ -242,7 +242,7 @@ def test_a_template_with_marks_gives_what_transformers_gives(
     assert 0 < sum(masks) < len(masks)
 
 
-def test_a_template_without_marks_is_compared_with_and_without_every_answer(
+def test_template_without_marks_finds_answers_by_comparison(
     tmp_path: Path, chats: Path, build_chats: Build, tokenizer_with: TokenizerWith
 ) -> None:
     directory = tokenizer_with(CHATML)
@@ -253,14 +253,14 @@ def test_a_template_without_marks_is_compared_with_and_without_every_answer(
     ids = [label for label in labels if label != -100]
     answers = [m["content"] for m in CHAT if m["role"] == "assistant"]
     assert host.decode(ids) == "".join(f"{answer}<|im_end|>" for answer in answers)
-    assert tokens[-1] == host.convert_tokens_to_ids("\u010a"), "a line end behind <|im_end|>"
+    assert tokens[-1] == host.convert_tokens_to_ids("\u010a"), "a line end after <|im_end|>"
     assert labels[-1] == -100, "which no model writes"
     build_chats(chats, directory, chat_loss="turn", overwrite=True)
     labels = documents(tmp_path / "out")[1][1]
     assert host.decode([label for label in labels if label != -100]) == "assistant\nb<|im_end|>"
 
 
-REFUSED: list[tuple[str, dict[str, Any], type, str]] = [  # template, options, what is said
+REFUSED: list[tuple[str, dict[str, Any], type, str]] = [  # template, options, error, message
     (MARKED, {"prepend_bos": True}, ConfigError, "leave out --prepend-bos"),  # it comes twice
     ("{{ messages | length }}" + CHATML, {}, DataError, r"ts\.jsonl:1: unusable chat .*headers"),
     (
@@ -279,7 +279,7 @@ REFUSED: list[tuple[str, dict[str, Any], type, str]] = [  # template, options, w
 ]
 
 
-def test_a_template_that_cannot_be_used_is_refused(
+def test_unusable_template_is_refused(
     chats: Path, build_chats: Build, tokenizer_with: TokenizerWith
 ) -> None:
     for template, options, error, message in REFUSED:
@@ -287,7 +287,9 @@ def test_a_template_that_cannot_be_used_is_refused(
             build_chats(chats, tokenizer_with(template), **options, overwrite=True)
 
 
-def test_a_template_may_refuse_chats(build_chats: Build, tokenizer_with: TokenizerWith) -> None:
+def test_template_may_refuse_conversations(
+    build_chats: Build, tokenizer_with: TokenizerWith
+) -> None:
     no_tools = "{% if messages[0]['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
     directory = tokenizer_with(no_tools + CHATML)
     chats = [{"messages": [{"role": "tool", "content": "x"}, CHAT[2]]}, {"messages": CHAT}]
@@ -297,7 +299,9 @@ def test_a_template_may_refuse_chats(build_chats: Build, tokenizer_with: Tokeniz
     assert result.totals.skipped == {"unusable chat": 1}
 
 
-def test_no_template(chats: Path, bpe_json: Path, sp_model: Path, build_chats: Build) -> None:
+def test_tokenizer_without_template_is_refused(
+    chats: Path, bpe_json: Path, sp_model: Path, build_chats: Build
+) -> None:
     for tokenizer, message in ((bpe_json, "has no chat template"), (sp_model, "belong to")):
         with pytest.raises(ConfigError, match=rf"{message}.*--chat-format headers"):
             build_chats(chats, tokenizer)
@@ -309,12 +313,15 @@ BAD_CHATS: list[tuple[Any, str]] = [
     ([{"role": 5, "content": "x"}], "message 0 is not of the form"),
     ([{"role": "user"}], "content of message 0 is null; role headers need a string"),
     ([{"role": "user", "content": None}], "content of message 0 is null"),
-    ([{"role": "user", "content": "", "tool_calls": [{}]}], "role headers do not say the tool_ca"),
-    ([{"role": "user", "content": "\ud800"}], "a message holds half of a surrogate pair"),
+    (
+        [{"role": "user", "content": "", "tool_calls": [{}]}],
+        "role headers cannot express the tool_ca",
+    ),
+    ([{"role": "user", "content": "\ud800"}], "a message contains half of a surrogate pair"),
 ]
 
 
-def test_json_that_python_does_not_take_is_no_conversation() -> None:
+def test_json_beyond_pythons_limits_is_refused() -> None:
     tools = json.dumps([{"name": "\ud800"}])
     for text, reason in (
         ('[{"role": "user", "content": ' + "1" * 5000 + "}]", "4300 digits"),
@@ -326,23 +333,23 @@ def test_json_that_python_does_not_take_is_no_conversation() -> None:
             Chat.read(text)
 
 
-def test_a_conversation_that_is_none_is_named(
+def test_invalid_conversation_is_refused(
     tmp_path: Path, build_chats: Build, byte_json: str
 ) -> None:
     for messages, reason in BAD_CHATS:
-        lines = (json.dumps({"messages": said}) + "\n" for said in (CHAT, messages))
-        (tmp_path / "x.jsonl").write_text("".join(lines))  # as it is, with half of a pair
+        lines = (json.dumps({"messages": value}) + "\n" for value in (CHAT, messages))
+        (tmp_path / "x.jsonl").write_text("".join(lines))  # may contain half of a surrogate pair
         with pytest.raises(DataError, match=rf"x\.jsonl:2: unusable chat \({reason}"):
             build_chats(tmp_path / "x.jsonl", byte_json, **HEADERS, overwrite=True)
 
 
-def test_conversations_without_an_answer_are_left_out_and_counted(
+def test_conversations_without_an_answer_are_dropped_and_counted(
     tmp_path: Path, build_chats: Build, byte_json: str
 ) -> None:
     result = build_chats([{"messages": CHAT[:2]}, {"messages": CHAT}], byte_json, **HEADERS)
     assert result.totals.skipped == {"chat without assistant": 1}
     assert len(documents(tmp_path / "out")) == 1
-    with pytest.raises(DataError, match=r"x\.jsonl:1: wrong type .*'n' holds a number, not a list"):
+    with pytest.raises(DataError, match=r"x\.jsonl:1: wrong type .*'n' is a number, not a list"):
         build_chats([{"n": 5}], byte_json, messages_key="n", overwrite=True, **HEADERS)
 
 
@@ -379,10 +386,10 @@ def chatml(*messages: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_tools_beside_messages_are_given_to_the_template(
+def test_template_receives_tools(
     tmp_path: Path, build_chats: Build, tokenizer_with: TokenizerWith, kind: str
 ) -> None:
-    """A list, JSON in a string, null and none at all, in one corpus."""
+    """Tools as a list, as JSON in a string, as null, and missing, in one corpus."""
     records = [{"messages": CHAT, "schemas": tools} for tools in (json.dumps(TOOLS), None, "[]")]
     corpus: Any = [{"schemas": TOOLS, "messages": CHAT}, {"messages": CHAT}, *records[2:]]
     if kind == "parquet":
@@ -396,13 +403,13 @@ def test_tools_beside_messages_are_given_to_the_template(
     assert texts(tmp_path / "out", directory) == [plain] * 3
 
 
-def test_nothing_that_a_template_reads_is_left_out_without_a_word(
+def test_template_variables_are_never_ignored_silently(
     tmp_path: Path, build_chats: Build, tokenizer_with: TokenizerWith
 ) -> None:
     directory = tokenizer_with("{% if mode is defined %}{{ mode }} {{ date }}{% endif %}" + CHATML)
     records = [{"messages": CHAT, "mode": "fast", "other": 1}, {"messages": CHAT, "mode": None}]
-    said = r"x\.jsonl:1: unusable chat \(it has 'mode', which the chat"
-    with pytest.raises(DataError, match=said):
+    message = r"x\.jsonl:1: unusable chat \(it has 'mode', which the chat"
+    with pytest.raises(DataError, match=message):
         build_chats(records, directory)
     plain = chatml(*CHAT)
     for words, expected in (
@@ -412,23 +419,23 @@ def test_nothing_that_a_template_reads_is_left_out_without_a_word(
     ):
         build_chats(records, directory, template_variables=words, overwrite=True)
         assert texts(tmp_path / "out", directory) == expected
-    with pytest.raises(ConfigError, match="takes no 'other' from documents; it takes: date, mode"):
+    with pytest.raises(ConfigError, match="reads no 'other' from documents; it reads: date, mode"):
         build_chats(records, directory, template_variables=("other",))
     tools, tokenizer = [{"messages": CHAT, "tools": TOOLS}], header_tokenizer(directory)
-    for chat_format, reason in (("template", "does not read its"), ("headers", "do not say its")):
+    for chat_format, reason in (("template", "read its"), ("headers", "express")):
         with pytest.raises(DataError, match=rf"x\.jsonl:1: unusable chat .*{reason} tools"):
             build_chats(tools, tokenizer, chat_format=chat_format, overwrite=True)
 
 
 def header_tokenizer(directory: Path) -> str:
-    """The same directory, with the markers of role headers."""
+    """Add the markers of role headers to a tokenizer directory."""
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     tokenizer.add_special_tokens([*MARKERS])
     tokenizer.save(str(directory / "tokenizer.json"))
     return str(directory)
 
 
-def test_a_clock_is_a_date_that_was_given(
+def test_clock_needs_a_date(
     tmp_path: Path, chats: Path, build_chats: Build, tokenizer_with: TokenizerWith
 ) -> None:
     directory = tokenizer_with("{{ strftime_now('%d %b %Y') }}" + CHATML)
@@ -470,7 +477,7 @@ HOSTILE = {
     GROWING + "{% endfor %}{{ n.a | tojson }}": "1 s of CPU|GiB of memory",
     "{{ 'x' * 10**10 }}": "GiB of memory",
     "{{ 'x' | center(10000000000) }}": "GiB of memory",
-    "{{ 10 ** (10**10) }}": "1 s of CPU|GiB of memory",
+    "{{ 10 ** (10 ** (8 + messages | length)) }}": "1 s of CPU|GiB of memory",
 }
 
 

@@ -64,7 +64,7 @@ THOUGHT = "<think>\nhm\n</think>\n\nanswer"
 DOCUMENTS = [{"title": "T", "text": "body \u00fc"}, {"title": "U", "text": "x"}]
 CALLS = [call("weather", {"city": "x"}, id="call0001a"), call("add", {"a": 1}, id="call00002")]
 
-# (messages, what is said beside them)
+# (messages, other variables)
 CHATS: list[tuple[Messages, dict[str, Any]]] = [
     ([user("hi"), answer("yo")], {}),
     ([system("Be brief."), user("Which?\n"), answer(LOOP), user(" Why?"), answer("So.")], {}),
@@ -122,9 +122,9 @@ def published() -> list[Path]:
 
 
 def tokenizer_with(directory: Path, template: str, bpe_json: Path) -> TokenizerFiles:
-    """Byte-level BPE with every <|...|> of the template as one token."""
+    """Make a byte-level BPE tokenizer with every <|...|> of the template as one token."""
     tokenizer = Tokenizer.from_file(str(bpe_json))
-    # As Llama 3's and Qwen's: transformers' masks need offsets that cover white space.
+    # Like Llama 3 and Qwen: transformers' masks need offsets that cover white space.
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     found = re.findall(r"<\|\w+\|>", template)
     tokenizer.add_special_tokens(sorted({*HOST_SPECIALS.values(), "<|im_start|>", *found}))
@@ -137,7 +137,9 @@ def tokenizer_with(directory: Path, template: str, bpe_json: Path) -> TokenizerF
 
 
 def whole_characters(mask: list[int], offsets: list[tuple[int, int]]) -> list[int]:
-    """transformers' mask ends inside an answer's last character where that is several tokens."""
+    """Extend transformers' mask: it ends inside an answer's last character if that is several
+    tokens.
+    """
     mask = list(mask)
     for i in range(1, len(mask)):
         if offsets[i] == offsets[i - 1]:
@@ -146,7 +148,7 @@ def whole_characters(mask: list[int], offsets: list[tuple[int, int]]) -> list[in
 
 
 class Sides:
-    """One template, here and in transformers."""
+    """One template, rendered by megapack and by transformers."""
 
     def __init__(self, template: str, directory: Path, bpe_json: Path) -> None:
         self.files = tokenizer_with(directory, template, bpe_json)
@@ -155,13 +157,13 @@ class Sides:
         self.marks = MARKS.search(template) is not None
         self.coders: dict[tuple[str, ...], TemplateChats] = {}
 
-    def outcome(self, messages: Messages, beside: dict[str, Any]) -> str:
+    def outcome(self, messages: Messages, extra: dict[str, Any]) -> str:
         """Tokens and masks on both sides, or texts where the labels are not known."""
-        options = {"tools": None, **beside}
+        options = {"tools": None, **extra}
         try:
-            ours = self.coded_here(messages, beside)
+            ours = self.our_tokens(messages, extra)
         except DataError:
-            text = self.text_here(messages, beside)
+            text = self.our_text(messages, extra)
             try:
                 expected = self.host.apply_chat_template(messages, tokenize=False, **options)
             except Exception:  # the template's, or what Python says about its expressions
@@ -178,26 +180,26 @@ class Sides:
         assert ours.learned.astype(int).tolist() == mask
         return "equal tokens and masks"
 
-    def text_here(self, messages: Messages, beside: dict[str, Any]) -> str | None:
+    def our_text(self, messages: Messages, extra: dict[str, Any]) -> str | None:
         given = {"tools": None, "documents": None, "add_generation_prompt": False}
         given |= {"messages": normalized(messages), "strftime_now": clock(DAY)}
         try:
-            return self.template.render(**{**HOST_SPECIALS, **given, **beside}).text
+            return self.template.render(**{**HOST_SPECIALS, **given, **extra}).text
         except DataError:
             return None
 
-    def coded_here(self, messages: Messages, beside: dict[str, Any]) -> CodedChat:
+    def our_tokens(self, messages: Messages, extra: dict[str, Any]) -> CodedChat:
         reads = self.template.variables
-        said = {name: value for name, value in beside.items() if name in reads}
-        words = tuple(name for name in said if name != "tools")
+        variables = {name: value for name, value in extra.items() if name in reads}
+        words = tuple(name for name in variables if name != "tools")
         words += (f"strftime_now={DAY}",) if "strftime_now" in reads else ()
         if words not in self.coders:
             self.coders[words] = TemplateChats(self.files, "content", words)
         coder = self.coders[words]
-        return coder.code(coder.render(Chat(messages, said)))
+        return coder.code(coder.render(Chat(messages, variables)))
 
 
-def test_published_templates_give_the_tokens_and_masks_of_transformers(
+def test_published_templates_equal_transformers(
     tmp_path: Path, bpe_json: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     peer("transformers")
@@ -209,9 +211,9 @@ def test_published_templates_give_the_tokens_and_masks_of_transformers(
     marked = 0
     for path in paths:
         sides = Sides(path.read_text(encoding="utf-8"), tmp_path / path.stem, bpe_json)
-        for i, (messages, beside) in enumerate(CHATS):
+        for i, (messages, extra) in enumerate(CHATS):
             try:
-                total[sides.outcome(messages, beside)] += 1
+                total[sides.outcome(messages, extra)] += 1
             except Exception as error:
                 raise AssertionError(f"{path.name}, conversation {i}: {error}") from error
         marked += sides.marks
@@ -221,7 +223,7 @@ def test_published_templates_give_the_tokens_and_masks_of_transformers(
 
 
 def test_answers_without_marks_end_with_their_turn(tmp_path: Path, bpe_json: Path) -> None:
-    """Where a publisher has no marks: what is learned is what the marked form of it says."""
+    """Without marks, the loss equals that of the publisher's template with marks."""
     by_name = {path.stem: path.read_text(encoding="utf-8") for path in published()}
     if "qwen2_5" not in by_name:
         pytest.skip("another folder than TRL's")
@@ -230,17 +232,17 @@ def test_answers_without_marks_end_with_their_turn(tmp_path: Path, bpe_json: Pat
         coder = TemplateChats(files, "content")
         end = {"qwen2_5": "<|im_end|>", "llama3": "<|eot_id|>"}[name]
         tokenizer = Tokenizer.from_file(str(tmp_path / name / "tokenizer.json"))
-        for messages, beside in CHATS[:3]:
-            ids, learned = coder.code(coder.render(Chat(messages, beside)))
+        for messages, extra in CHATS[:3]:
+            ids, learned = coder.code(coder.render(Chat(messages, extra)))
             runs = [m["content"] + end for m in messages if m["role"] == ASSISTANT]
             if name == "llama3":  # it trims
                 runs = [m["content"].strip() + end for m in messages if m["role"] == ASSISTANT]
-            said = tokenizer.decode(ids[learned].tolist(), skip_special_tokens=False)
-            assert said == "".join(runs)
+            learned_text = tokenizer.decode(ids[learned].tolist(), skip_special_tokens=False)
+            assert learned_text == "".join(runs)
 
 
-def test_two_templates_are_chosen_as_transformers_chooses(tmp_path: Path, bpe_json: Path) -> None:
-    """By whether there are tools; files are where save_pretrained writes them."""
+def test_tool_use_template_is_chosen_as_by_transformers(tmp_path: Path, bpe_json: Path) -> None:
+    """Tools decide; the files are those of save_pretrained."""
     loop = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
     tokenizer_with(tmp_path / "t", loop, bpe_json)
     more = tmp_path / "t" / "additional_chat_templates"
@@ -257,15 +259,15 @@ def test_two_templates_are_chosen_as_transformers_chooses(tmp_path: Path, bpe_js
         assert ours.ids.tolist() == expected
 
 
-def test_variables_of_no_template_are_refused(tmp_path: Path, bpe_json: Path) -> None:
+def test_unknown_template_variables_are_refused(tmp_path: Path, bpe_json: Path) -> None:
     template = "{{ x }}{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}"
     files = tokenizer_with(tmp_path / "t", template, bpe_json)
     for word, reason in (
-        ("y", "takes no 'y' from documents; it takes: x"),
-        ("messages", "takes no 'messages'"),
-        ("messages=[]", "takes no 'messages'"),  # was a TypeError
-        ("tools=[{}]", "takes no 'tools'"),  # was left out without a word
-        ("x=oops", "must be JSON; a string has quotes"),
+        ("y", "reads no 'y' from documents; it reads: x"),
+        ("messages", "reads no 'messages'"),
+        ("messages=[]", "reads no 'messages'"),  # was a TypeError
+        ("tools=[{}]", "reads no 'tools'"),  # was left out without a word
+        ("x=oops", "must be JSON .a string with its quotes"),
     ):
         with pytest.raises(ConfigError, match=reason):
             TemplateChats(files, "content", [word])

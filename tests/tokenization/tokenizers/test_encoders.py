@@ -1,4 +1,4 @@
-"""Every backend gives the reference's ids, and `auto` finds out when one does not."""
+"""Every backend gives the reference's ids; `auto` notices if one does not."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_bytes_are_their_own_ids() -> None:
     assert encoded(encoder, ["a", "", "\u00e9"]) == [[97], [], [0xC3, 0xA9]]
 
 
-def test_sentencepiece_is_sentencepiece(sp_model: Path, source_texts: list[str]) -> None:
+def test_sentencepiece_backend_equals_the_library(sp_model: Path, source_texts: list[str]) -> None:
     processor = sentencepiece.SentencePieceProcessor(model_file=str(sp_model))
     encoder = open_encoder(TokenizerFiles.open(str(sp_model)), "sentencepiece")
     texts = ["", *source_texts[:20], "\u65e5\u672c\u8a9e \x00 \U0001f600"]
@@ -98,7 +98,9 @@ def test_control_symbols_in_a_text_go_to_sentencepiece(sp_model: Path) -> None:
     assert encoded(GuardedEncoder(files), texts) == reference
 
 
-def test_auto_is_gigatoken(bpe_json: Path, sp_model: Path, source_files: list[InputFile]) -> None:
+def test_auto_chooses_gigatoken(
+    bpe_json: Path, sp_model: Path, source_files: list[InputFile]
+) -> None:
     shards = plan_shards(source_files, shard_bytes=1 << 18, json_key="text")
     notes: list[str] = []
     for path, library in ((bpe_json, "tokenizers"), (sp_model, "sentencepiece")):
@@ -126,7 +128,7 @@ def test_auto_falls_back(tmp_path: Path, bpe_json: Path, monkeypatch: pytest.Mon
     assert note.startswith("gigatoken differs from tokenizers, which is used instead: ")
 
 
-def test_auto_falls_back_where_gigatoken_cannot_run(tmp_path: Path, bpe_json: Path) -> None:
+def test_auto_falls_back_if_gigatoken_cannot_run(tmp_path: Path, bpe_json: Path) -> None:
     tokenizer = Tokenizer.from_file(str(bpe_json))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel()]
@@ -141,7 +143,7 @@ def test_auto_falls_back_where_gigatoken_cannot_run(tmp_path: Path, bpe_json: Pa
         open_encoder(files, "gigatoken")
 
 
-def test_a_difference_shows_the_place_the_token_and_the_text(letter_bpe: TokenizerFiles) -> None:
+def test_difference_names_document_token_and_text(letter_bpe: TokenizerFiles) -> None:
     block = TextBlock.of_texts(["same", f"a longer text with {NEW_LETTER} in it"])
     reference = open_encoder(letter_bpe, "tokenizers")
     found = first_difference(block, reference, open_encoder(letter_bpe, "gigatoken"))
@@ -151,7 +153,9 @@ def test_a_difference_shows_the_place_the_token_and_the_text(letter_bpe: Tokeniz
     assert first_difference(block, reference, reference) is None
 
 
-def test_wrong_or_missing_backend_is_named(sp_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_or_missing_backend_is_refused(
+    sp_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files = TokenizerFiles.open(str(sp_model))
     with pytest.raises(ConfigError, match=r"'tokenizers' does not run .*choose from sentencepiece"):
         open_encoder(files, "tokenizers")
@@ -163,7 +167,7 @@ def test_wrong_or_missing_backend_is_named(sp_model: Path, monkeypatch: pytest.M
     assert "many times faster" in notes[0]
 
 
-def test_memory_of_words_is_bounded(bpe_json: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_word_cache_is_bounded(bpe_json: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     letters = np.random.default_rng(0).integers(97, 123, (600_000, 9), np.uint8)
     letters[:, 0] = ord(" ")
     parts = [chunk.tobytes().decode() for chunk in np.array_split(letters, 12)]
@@ -186,7 +190,7 @@ def test_memory_of_words_is_bounded(bpe_json: Path, monkeypatch: pytest.MonkeyPa
     assert len(loads) > 1, "the cache was never dropped"
 
 
-def test_hashes_are_of_the_text(source_texts: list[str]) -> None:
+def test_hashes_depend_on_the_text(source_texts: list[str]) -> None:
     block = TextBlock.of_texts(source_texts)
     hashes = block.text_hashes()
     assert hashes.dtype == np.uint64
@@ -214,15 +218,15 @@ def test_backends_decode_what_they_encode(tokenizer: str, request: pytest.Fixtur
         assert encoder.decode([*ids, end.id, end.id]) == TEXT + end.text * 2, backend
 
 
-def test_an_id_that_a_tokenizer_does_not_have_is_named(sp_model: Path) -> None:
+def test_id_outside_the_vocabulary_is_refused(sp_model: Path) -> None:
     """Data of another tokenizer gave "bytes must be in range(0, 256)"."""
     for source, wrong in (("bytes", 259), (str(sp_model), 2000), ("bytes", -1)):
         encoder = open_reference(TokenizerFiles.open(source))
-        with pytest.raises(DataError, match=rf"token id {wrong} is not one of the .* of {source}"):
+        with pytest.raises(DataError, match=rf"token id {wrong} is outside the .* ids of {source}"):
             encoder.decode([1, wrong, 5])
 
 
-def test_tokenizer_changed_since_opening_is_not_loaded(tmp_path: Path, bpe_json: Path) -> None:
+def test_tokenizer_changed_after_opening_is_refused(tmp_path: Path, bpe_json: Path) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_bytes(bpe_json.read_bytes())
     files = TokenizerFiles.open(str(path))
@@ -232,11 +236,11 @@ def test_tokenizer_changed_since_opening_is_not_loaded(tmp_path: Path, bpe_json:
             open_encoder(files, backend)
 
 
-# ---- Loss weights: where in its text a token stands, and what a document says of it
+# ---- Loss weights: characters of tokens, weights of documents
 
 
 @pytest.mark.parametrize("kind", ["bytes", "sp_model", "bpe_json"])
-def test_spans_hold_the_characters_of_tokens(
+def test_spans_contain_the_characters_of_tokens(
     kind: str, request: pytest.FixtureRequest, source_texts: list[str]
 ) -> None:
     name = kind if kind == "bytes" else str(request.getfixturevalue(kind))
@@ -262,7 +266,7 @@ def test_weights_of_a_document_are_read_from_spans_lists_and_files(tmp_path: Pat
     np.save(tmp_path / "complex.npy", np.ones(4, complex))
     (tmp_path / "empty.npy").touch()
     (tmp_path / "zip.npy").write_bytes(b"PK\x03\x04")
-    for said, expected in (
+    for value, expected in (
         ("", [1, 1, 1, 1]),
         ("null", [1, 1, 1, 1]),
         ("[]", [1, 1, 1, 1]),
@@ -271,19 +275,19 @@ def test_weights_of_a_document_are_read_from_spans_lists_and_files(tmp_path: Pat
         ("[1, 2, 0, 0.25]", [1, 2, 0, 0.25]),
         (json.dumps(str(tmp_path / "w.npy")), [0, 1, 2, 3]),
     ):
-        assert read_weights(said, 4, "ab cd ef", spans).tolist() == expected
-    for said, message in (
-        ("[1, 2]", "shape .2,., and the document 4 tokens"),
-        ("[[2, 2, 1]]", "span .2, 2., which holds no character"),
-        ("[[8, 9, 1]]", "span .8, 9., which holds no character of the 8 of the text"),
+        assert read_weights(value, 4, "ab cd ef", spans).tolist() == expected
+    for value, message in (
+        ("[1, 2]", "shape .2,., but the document has 4 tokens"),
+        ("[[2, 2, 1]]", "span .2, 2., which is empty or outside"),
+        ("[[8, 9, 1]]", "span .8, 9., which is empty or outside the 8 characters of the text"),
         ("[[0, 2, -1]]", "loss weight 0 is -1"),
         ("[1, 1, 1, 1e9]", "loss weight 3 is 1000000000"),
-        ('["1", "1", "1", "1"]', "no numbers"),
-        (f"[1, 1, 1, {10**400}]", "no numbers"),
-        (f"[1, 1, 1, {'1' * 5000}]", "no numbers"),
-        *((json.dumps(str(path)), "no numbers") for path in tmp_path.glob("[cez]*.npy")),
-        ("true", "shape .., and the document"),
+        ('["1", "1", "1", "1"]', "not numbers"),
+        (f"[1, 1, 1, {10**400}]", "not numbers"),
+        (f"[1, 1, 1, {'1' * 5000}]", "not numbers"),
+        *((json.dumps(str(path)), "not numbers") for path in tmp_path.glob("[cez]*.npy")),
+        ("true", "shape .., but the document"),
         ('"nowhere.npy"', "nowhere.npy"),
     ):
         with pytest.raises(DataError, match=message):
-            read_weights(said, 4, "ab cd ef", spans)
+            read_weights(value, 4, "ab cd ef", spans)

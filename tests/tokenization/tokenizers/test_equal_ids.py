@@ -37,7 +37,9 @@ FULL = pytest.mark.pages
 
 
 def accepted(encoder: Encoder, texts: list[str]) -> list[str]:
-    """The texts on which the reference does not fail (overlapping added tokens make it panic)."""
+    """Return the texts on which the reference does not fail (overlapping added tokens make it
+    panic).
+    """
     result = []
     for text in texts:
         try:
@@ -71,9 +73,7 @@ def compare(path: Path, own: list[str], rng: random.Random, num_texts: int) -> b
 @pytest.mark.parametrize(
     ("number", "num_texts"), [(60, 60), pytest.param(3000, 300, marks=FULL)], ids=["some", "all"]
 )
-def test_random_tokenizers_give_the_ids_of_the_reference(
-    tmp_path: Path, number: int, num_texts: int
-) -> None:
+def test_random_tokenizers_equal_the_reference(tmp_path: Path, number: int, num_texts: int) -> None:
     path, compared = tmp_path / "tokenizer.json", 0
     for seed in range(number):
         rng = random.Random(seed)
@@ -86,7 +86,7 @@ def test_random_tokenizers_give_the_ids_of_the_reference(
 @pytest.mark.parametrize(
     ("number", "num_texts"), [(8, 100), pytest.param(300, 300, marks=FULL)], ids=["some", "all"]
 )
-def test_random_sentencepiece_models_give_the_ids_of_the_reference(
+def test_random_sentencepiece_models_equal_the_reference(
     tmp_path: Path, number: int, num_texts: int
 ) -> None:
     path, compared = tmp_path / "tokenizer.model", 0
@@ -98,7 +98,7 @@ def test_random_sentencepiece_models_give_the_ids_of_the_reference(
     assert compared > 0, "all models take the slow path"
 
 
-def test_a_document_with_a_guarded_text_is_found_wherever_it_stands() -> None:
+def test_guarded_text_is_found_at_any_position() -> None:
     texts = ["", "a<x>", "plain", "", "<x", ">y", "<x>", "zz<y>"]
     block = TextBlock.of_texts(texts)
     found = documents_with(block, (b"<x>", b"<y>"))
@@ -109,9 +109,7 @@ def test_a_document_with_a_guarded_text_is_found_wherever_it_stands() -> None:
     assert documents_with(TextBlock.of_texts(["<x39>", "a", "b<x7>"]), many).tolist() == [1, 0, 1]
 
 
-def test_special_tokens_as_text_are_those_of_split_special_tokens(
-    tmp_path: Path, bpe_json: Path
-) -> None:
+def test_special_tokens_as_text_equal_split_special_tokens(tmp_path: Path, bpe_json: Path) -> None:
     tree = json.loads(bpe_json.read_bytes())
     contents = [token["content"] for token in tree["added_tokens"]]
     theirs = Tokenizer.from_file(str(bpe_json))

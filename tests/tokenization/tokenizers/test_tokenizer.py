@@ -1,4 +1,4 @@
-"""What a tokenizer is, and which tokens begin and end its documents."""
+"""Tokenizer files, and the tokens that begin and end documents."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from ..helpers import Build, Silence, encoded, write_jsonl
 
 
 @pytest.mark.parametrize("name", ["cl100k_base.tiktoken", "tokenizer.model"])
-def test_a_vocabulary_in_the_format_of_tiktoken_is_named(tmp_path: Path, name: str) -> None:
+def test_tiktoken_vocabulary_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("IQ== 0\nIg== 1\n")
     for source in [tmp_path / name, *([tmp_path] if name.endswith(".model") else [])]:
         with pytest.raises(ConfigError, match=r"tiktoken's format.*TikTokenConverter"):
             TokenizerFiles.open(str(source))
 
 
-def test_a_tokenizer_says_its_own_specials(sp_model: Path) -> None:
+def test_special_tokens_come_from_the_model(sp_model: Path) -> None:
     files = TokenizerFiles.open("bytes")
     specials = [files.special_token(name).id for name in ("eod", "bos")]
     assert (files.vocab_size, *specials) == (259, 256, 257), "behind the bytes"
@@ -50,7 +50,7 @@ def test_a_tokenizer_says_its_own_specials(sp_model: Path) -> None:
     assert files.special_token("eod").id == processor.eos_id()
 
 
-def test_a_tokenizer_json_is_found_alone_or_in_its_directory(bpe_json: Path) -> None:
+def test_tokenizer_json_is_found_by_file_or_directory(bpe_json: Path) -> None:
     reference = Tokenizer.from_file(str(bpe_json))
     for source in (bpe_json, bpe_json.parent):
         files = TokenizerFiles.open(str(source))
@@ -60,7 +60,7 @@ def test_a_tokenizer_json_is_found_alone_or_in_its_directory(bpe_json: Path) -> 
         assert files.special_token("eod", "<|eot_id|>").id == reference.token_to_id("<|eot_id|>")
 
 
-def test_the_configuration_beside_a_tokenizer_decides(tmp_path: Path, bpe_json: Path) -> None:
+def test_tokenizer_config_names_the_special_tokens(tmp_path: Path, bpe_json: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes(bpe_json.read_bytes())
     (tmp_path / "special_tokens_map.json").write_text('{"eos_token": {"content": "<|eot_id|>"}}')
     assert TokenizerFiles.open(str(tmp_path)).special_token("eod").text == "<|eot_id|>"
@@ -74,7 +74,7 @@ def test_the_configuration_beside_a_tokenizer_decides(tmp_path: Path, bpe_json: 
         TokenizerFiles.open(str(tmp_path))
 
 
-def test_an_end_token_is_never_guessed(tmp_path: Path, bpe_json: Path) -> None:
+def test_end_token_is_never_guessed(tmp_path: Path, bpe_json: Path) -> None:
     tree = json.loads(bpe_json.read_bytes())
     for token, replacement in zip(tree["added_tokens"], ("</s>", "<eos>"), strict=False):
         tree["model"]["vocab"][replacement] = tree["model"]["vocab"].pop(token["content"])
@@ -92,21 +92,21 @@ def test_an_end_token_is_never_guessed(tmp_path: Path, bpe_json: Path) -> None:
     assert files.special_token("eod", "<eos>").text == "<eos>"
 
 
-def test_a_special_token_may_be_named_by_its_id(bpe_json: Path) -> None:
+def test_special_token_by_id(bpe_json: Path) -> None:
     files = TokenizerFiles.open(str(bpe_json))
     end = files.special["<|endoftext|>"]
     assert files.special_token("eod", end) == SpecialToken("<|endoftext|>", end)
     assert files.special_token("eod", 1999) == SpecialToken("1999", 1999)
     for outside in (2000, -1):
-        with pytest.raises(ConfigError, match=rf"eod token is {outside}, .* end at 1999"):
+        with pytest.raises(ConfigError, match=rf"eod token is {outside}, .* is 1999"):
             files.special_token("eod", outside)
 
 
-def test_what_is_no_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
+def test_invalid_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_text("x")
     for source, message in (
-        ("some/model", r"no tokenizer at some/model; .*nothing is downloaded"),
-        (tmp_path, r"holds no tokenizer: none of tokenizer\.json, "),
+        ("some/model", r"no tokenizer at some/model; .*downloads nothing"),
+        (tmp_path, r"contains no tokenizer: none of tokenizer\.json, "),
         (tmp_path / "x.txt", r"x\.txt: a tokenizer is"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -118,7 +118,7 @@ def test_what_is_no_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_identity_changes_with_every_file(tmp_path: Path, bpe_json: Path, sp_model: Path) -> None:
-    """A build is told from another one by this value: files it forgets would mix their ids."""
+    """Builds are distinguished by it: a missing file would mix ids."""
     contents = {
         "tokenizer.json": bpe_json.read_text(encoding="utf-8"),
         "tokenizer_config.json": '{"eos_token": "<|endoftext|>"}',
@@ -144,7 +144,7 @@ def test_identity_changes_with_every_file(tmp_path: Path, bpe_json: Path, sp_mod
     assert TokenizerFiles.open("bytes").identity()["files"] == {}
 
 
-def test_the_versions_are_those_of_the_packages_that_make_the_ids() -> None:
+def test_library_versions() -> None:
     version = sentencepiece.__version__
     assert library_versions("bytes") == {"megapack": "2"}
     assert library_versions("sentencepiece") == {"sentencepiece": version, "megapack": "2"}
@@ -161,7 +161,7 @@ PADDING = {
 
 @pytest.mark.parametrize("model", ["bpe", "unigram"])
 def test_settings_that_cut_are_switched_off(tmp_path: Path, run_build: Build, model: str) -> None:
-    """BPE's dropout gave another corpus at every run."""
+    """BPE's dropout gave another corpus in every run."""
     letters = {"a": 0, "b": 1, "ab": 2, "abab": 3}
     kinds = {
         "bpe": (models.BPE(letters, [("a", "b"), ("ab", "ab")]), {"dropout": 0.5}),
@@ -188,7 +188,7 @@ def test_settings_that_cut_are_switched_off(tmp_path: Path, run_build: Build, mo
     assert setting not in plain["model"] and not {"truncation", "padding"} & plain.keys()
 
 
-def test_probe_takes_half_a_megabyte_of_any_text(tmp_path: Path) -> None:
+def test_sample_is_half_a_megabyte_of_any_text(tmp_path: Path) -> None:
     """A first line of 104 MB cost 5.4 GB; cut, it is still UTF-8."""
     corpus = write_jsonl(tmp_path / "x.jsonl", [{"text": "x" + "\u4e2d" * 1_000_000}])
     shards = plan_shards(find_inputs([str(corpus)]), shard_bytes=1 << 20, json_key="text")
@@ -205,10 +205,7 @@ END = "<|endoftext|>"
 
 @pytest.fixture
 def pair(tmp_path: Path, bpe_json: Path) -> Path:
-    """A directory as openai-community/gpt2 had it at first: a vocabulary, its merges, no more.
-
-    The merges were learned behind another split; GPT-2's own is what the files leave unsaid.
-    """
+    """Make a directory with only vocab.json and merges.txt, as openai-community/gpt2 had."""
     model = json.loads(bpe_json.read_bytes())["model"]
     directory = tmp_path / "gpt2"
     directory.mkdir()
@@ -233,7 +230,7 @@ def test_ids_are_those_of_transformers(pair: Path, bpe_json: Path, source_texts:
     assert files.special_token("eod").id == files.special_token("bos").id == host.eos_token_id
 
 
-def test_the_two_files_may_be_named_apart_as_megatron_names_them(pair: Path) -> None:
+def test_vocab_and_merges_may_be_two_paths(pair: Path) -> None:
     vocab = shutil.copy(pair / "vocab.json", pair.with_name("gpt2-vocab.json"))
     merges = shutil.copy(pair / "merges.txt", pair.with_name("gpt2-merges.txt"))
     apart, together = TokenizerFiles.open(f"{vocab},{merges}"), TokenizerFiles.open(str(pair))
@@ -243,7 +240,7 @@ def test_the_two_files_may_be_named_apart_as_megatron_names_them(pair: Path) -> 
 
 
 def test_files_of_another_tokenizer_are_refused(pair: Path) -> None:
-    """Qwen2, RoBERTa and CLIP have files of the same names, and split text otherwise."""
+    """Qwen2, RoBERTa and CLIP have files of the same names but split text differently."""
     (pair / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2TokenizerFast"}')
     assert TokenizerFiles.open(str(pair)).vocab_size == 2000
     (pair / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
@@ -257,20 +254,20 @@ def test_files_of_another_tokenizer_are_refused(pair: Path) -> None:
         TokenizerFiles.open(str(pair))
 
 
-def test_tokens_beyond_the_vocabulary_are_refused(pair: Path) -> None:
+def test_added_tokens_outside_the_vocabulary_are_refused(pair: Path) -> None:
     (pair / "added_tokens.json").write_text('{"<|im_end|>": 2000}')
     with pytest.raises(ConfigError, match=r"add '<\|im_end\|>' to the vocabulary; .*save_pre"):
         TokenizerFiles.open(str(pair))
 
 
-def test_damaged_files_are_named(pair: Path) -> None:
+def test_damaged_files_are_refused(pair: Path) -> None:
     for name, text in (("merges.txt", "#version: 0.2\none two three\n"), ("vocab.json", "[")):
         (pair / name).write_text(text)
-        with pytest.raises(FormatError, match=r"vocab\.json with merges\.txt are no vocabulary"):
+        with pytest.raises(FormatError, match=r"vocab\.json with merges\.txt are not a vocabulary"):
             TokenizerFiles.open(str(pair))
 
 
-# ---- Trained tokenizers: the same file from the same input, and no byte of text lost
+# ---- Trained tokenizers are deterministic and lossless
 
 
 HARD = "if x:\n\treturn  3.14  # \u00e9\u4e2d\u6587 \U0001f600\x00\r\n    end"
@@ -290,14 +287,14 @@ def test_equal_input_gives_one_file(tmp_path: Path, source_files: list[InputFile
         train(source_files, Path(source_files[0].path), overwrite=True)
 
 
-def test_a_sentencepiece_model_gives_every_text_back(sp_model: Path) -> None:
+def test_sentencepiece_model_is_lossless(sp_model: Path) -> None:
     processor = sentencepiece.SentencePieceProcessor(model_file=str(sp_model))
     assert processor.decode(processor.encode(HARD)) == HARD
     digits = [processor.id_to_piece(i) for i in processor.encode("31415")]
     assert digits[-5:] == list("31415"), "digits are split"
 
 
-def test_a_bpe_json_gives_every_text_back_and_has_its_special_tokens(bpe_json: Path) -> None:
+def test_bpe_json_is_lossless_and_has_special_tokens(bpe_json: Path) -> None:
     tokenizer = Tokenizer.from_file(str(bpe_json))
     assert tokenizer.decode(tokenizer.encode(HARD).ids, skip_special_tokens=False) == HARD
     assert tokenizer.encode("<|eot_id|>").ids == [tokenizer.token_to_id("<|eot_id|>")]
@@ -309,7 +306,7 @@ def test_special_tokens_are_never_split(tmp_path: Path, source_files: list[Input
     assert processor.piece_to_id("<|eot_id|>") in processor.encode("a<|eot_id|>b")
 
 
-def test_sample_is_bounded_and_of_all_the_corpus(tmp_path: Path, source_texts: list[str]) -> None:
+def test_sample_is_bounded_and_covers_the_corpus(tmp_path: Path, source_texts: list[str]) -> None:
     for i in range(8):
         text = "".join(source_texts).replace("self", f"only{i}only")
         (tmp_path / f"{i}.txt").write_text(text, encoding="utf-8")
@@ -320,7 +317,7 @@ def test_sample_is_bounded_and_of_all_the_corpus(tmp_path: Path, source_texts: l
     assert any("only" in piece for piece in vocabulary)
 
 
-def test_what_cannot_be_trained_is_said(tmp_path: Path, source_files: list[InputFile]) -> None:
+def test_untrainable_options_are_refused(tmp_path: Path, source_files: list[InputFile]) -> None:
     with pytest.raises(ConfigError, match="299 is below 300"):
         train(source_files, tmp_path / "x.model", vocab_size=299)
     with pytest.raises(ConfigError, match="a special token is ''"):
@@ -334,7 +331,7 @@ def test_what_cannot_be_trained_is_said(tmp_path: Path, source_files: list[Input
     assert not (tmp_path / "x.model").exists()
 
 
-def test_a_name_that_is_no_file_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+def test_invalid_output_name_is_refused_before_reading(tmp_path: Path) -> None:
     nothing: list[InputFile] = []
     for output, message in ((tmp_path, "is a directory"), (tmp_path / ("x" * 250), "250 bytes")):
         with pytest.raises(ConfigError, match=message):
