@@ -305,6 +305,10 @@ class Plan:
         )
 
     @property
+    def has_labels(self) -> bool:
+        return self.chat_format is not None
+
+    @property
     def split(self) -> tuple[float, ...] | None:
         """Weights of train, valid and test."""
         return self.config.split_weights
@@ -323,7 +327,7 @@ class Plan:
     def ends(self) -> tuple[str, ...]:
         """Suffixes of the datasets of each stream: tokens, and labels, weights, groups if any."""
         there = {
-            LABELS: self.chat_format is not None,
+            LABELS: self.has_labels,
             WEIGHTS: self.read.weights_key is not None,
             GROUPS: self.read.group_key is not None,
         }
