@@ -148,7 +148,7 @@ def step_facts(args: argparse.Namespace, run: OpenRun, step: int) -> dict[str, A
 
     samples, schedule = run.data.samples, run.schedule
     content = schedule.step(step)
-    facts = {
+    facts: dict[str, Any] = {
         "step": step,
         "tokens_before": schedule.tokens_before(step),
         "stage_from_step": schedule.stage_at(step).begin,
