@@ -183,25 +183,16 @@ def add_dataset_argument(
     one string. Returns the group, to which a command can add alternatives (--lengths of compare).
     """
     group = parser.add_mutually_exclusive_group(required=True)
-    more = f"; {help}" if help else ""
+    text = "datasets PREFIX.bin/.idx; also .idx files, or directories that hold them"
+    settings: dict[str, Any] = {"dest": "prefixes", "metavar": "PREFIX"}
+    if not many:
+        text = "dataset PREFIX.bin/.idx"
+        settings |= {"dest": "prefix", "type": dataset_prefix}
     # SUPPRESS: an absent positional must not overwrite the value of the option.
-    settings: dict[str, Any] = {"metavar": "PREFIX", "default": argparse.SUPPRESS}
-    if many:
-        text = f"datasets PREFIX.bin/.idx; also .idx files, or directories that hold them{more}"
-        group.add_argument("prefixes", nargs="*", help=text, **settings)
-        group.add_argument(
-            "--data-prefix", nargs="+", dest="prefixes", metavar="PREFIX", help="same as PREFIX"
-        )
-    else:
-        text = f"dataset PREFIX.bin/.idx{more}"
-        group.add_argument("prefix", nargs="?", type=dataset_prefix, help=text, **settings)
-        group.add_argument(
-            "--data-prefix",
-            type=dataset_prefix,
-            dest="prefix",
-            metavar="PREFIX",
-            help="same as PREFIX",
-        )
+    settings |= {"default": argparse.SUPPRESS, "help": f"{text}; {help}" if help else text}
+    group.add_argument(nargs="*" if many else "?", **settings)
+    settings |= {"default": None, "help": "same as PREFIX"}
+    group.add_argument("--data-prefix", nargs="+" if many else None, **settings)
     return group
 
 
