@@ -31,21 +31,9 @@ from megapack.data.batch import (
     longest_position,
 )
 from megapack.data.blend import BlendConfig, Mixture
-from megapack.data.documents import (
-    Documents,
-    Index,
-    RemoteReads,
-    open_sources,
-)
+from megapack.data.documents import Documents, Index, RemoteReads, open_sources
 from megapack.data.fim import Fim, FimDraw, check_fim, open_fim
-from megapack.data.sources import (
-    Exclusions,
-    LabelTotals,
-    SampleSource,
-    Shards,
-    check_has_groups,
-    read_exclusions,
-)
+from megapack.data.sources import Exclusions, LabelTotals, SampleSource, check_has_groups
 from megapack.data.steps import PLAIN, Attention, StepView
 from megapack.errors import ConfigError
 from megapack.packing.sharded import SourceIndex
@@ -85,9 +73,8 @@ class PackedDataset(Dataset[Batch]):
             has ``cu_seqlens_padded``. Pack the samples with a multiple of this ``alignment``;
             otherwise rows must be longer than the capacity.
         mixture: settings of a blend and its run.
-        settings: fields of ``Mixture`` that replace those of ``mixture``: weights, names (None: the
-            prefixes), stages, scores, max_epochs, run_tokens, loss_weights, loss,
-            attention_window, fim and fim_rates.
+        settings: fields that replace those of ``mixture``, such as weights, stages or fim; names
+            default to the prefixes.
 
     Attributes:
         datasets: documents of every source, with labels and loss weights of their tokens.
@@ -145,25 +132,21 @@ class PackedDataset(Dataset[Batch]):
         fim: Fim | None = None,
     ) -> None:
         """Set up everything that a pickled dataset does not carry."""
-        shards = Shards(indices)
         if fim is None and mixture.fim is not None:
             fim = open_fim(mixture.fim, self.datasets)
             sources = (mixture.names or (), mixture.largest_fim_rates, self.datasets, indices)
             check_fim(fim, zip(*sources, strict=True))
-        self._exclusions = exclusions or read_exclusions(
-            mixture.stages, mixture.names or (), [index.num_documents for index in indices]
-        )
         self.samples = SampleSource(
             indices,
             mixture,
-            shards=shards,
-            exclusions=self._exclusions,
+            exclusions=exclusions,
             attention=self._options["attention"],
             counter=self._count_labels,
             token_weights=[source.weights_identity for source in self.datasets],
             fim=fim,
         )
         mixture.check_alignment(self._options["alignment"])
+        shards = self.samples.shards
         self._gatherer = _core.Gatherer(
             first_ids=shards.first_ids,
             shards=shards.shards,
@@ -184,7 +167,7 @@ class PackedDataset(Dataset[Batch]):
 
     def __getstate__(self) -> dict[str, Any]:
         samples = self.samples
-        connection = (samples.indices, samples.mixture, self._exclusions, samples.fim)
+        connection = (samples.indices, samples.mixture, samples.exclusions, samples.fim)
         return {"_options": self._options, "datasets": self.datasets, "connection": connection}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -381,7 +364,7 @@ class PackedDataset(Dataset[Batch]):
             index.check_source(dataset)
         first = int(shards.first_documents[shard])
         end = first + dataset.num_documents
-        excluded, excluded_by = self._exclusions.of_documents(source, first, end)
+        excluded, excluded_by = self.samples.exclusions.of_documents(source, first, end)
         joined = None if index.segment_joined is None else np.asarray(index.segment_joined)
         self._gatherer.open(
             shard,

@@ -331,7 +331,7 @@ def _plan_stage(stage: StageDraws, end: int) -> StagePlan:
         end=end,
         steps_per_epoch=stage.steps_per_epoch,
         tokens_per_step=stage.config.tokens_per_step,
-        ramping=stage.ramping,
+        ramping=stage.settings.ramping,
         fim=describe_fim(stage),
         buckets=tuple(BucketShare(s.capacity, s.num_samples, *row) for s, *row in rows),
     )
@@ -339,7 +339,8 @@ def _plan_stage(stage: StageDraws, end: int) -> StagePlan:
 
 def describe_fim(stage: StageDraws) -> str:
     """Return the rates of fill-in-the-middle of all sources that a stage draws; "" without any."""
-    rates = zip(stage.samples.names, stage.fim_rates or (), stage.weights, strict=False)
+    settings = stage.settings
+    rates = zip(stage.samples.names, settings.fim_rates or (), settings.weights, strict=False)
     entries = [f"{name} {rate:.4g}" for name, rate, weight in rates if rate and weight != 0]
     more = f" and {len(entries) - 20} more" if len(entries) > 20 else ""
     text = f"fill-in-the-middle, share of documents: {', '.join(entries[:20])}{more}"
@@ -357,7 +358,7 @@ def _shares(schedule: Schedule, num_steps: int) -> tuple[SourceShare, ...]:
         for capacity, sources, counts in stage.taken(end):
             taken[sources] += counts * capacity
             samples_taken[capacity][sources] += counts
-        weights = np.array(stage.weights, np.float64)  # nan for None
+        weights = np.array(stage.settings.weights, np.float64)  # nan for None
         weights = np.where(np.isnan(weights), per_epoch, weights)
         requested += weights / weights.sum() * (int(taken.sum()) - before)
     repeated = np.zeros(len(per_epoch), np.int64)

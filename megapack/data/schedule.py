@@ -139,9 +139,8 @@ class StageDraws:
         finite: see ``Schedule``.
 
     Attributes:
-        begin: first step.
-        config, weights, ramping, fim_rates: of the settings.
-        view: requirements on the samples that all steps share.
+        settings: of the stage; ``begin``, ``config`` and ``view`` are among them.
+        skipped: draws of the stages that the stage skips.
         buckets: streams of samples, by ascending capacity.
         samples_per_draw: of every bucket.
         num_cycles: cycles of the order per epoch.
@@ -161,11 +160,9 @@ class StageDraws:
         *,
         finite: bool = False,
     ) -> None:
-        self.settings = settings
+        self.settings, self.samples = settings, samples
         self.skipped: list[StageDraws] = []
-        self.begin, self.config, self.weights = settings.begin, settings.config, settings.weights
-        self._take_settings(settings)
-        self.samples = samples
+        self.begin, self.config, self.view = settings.begin, settings.config, settings.view
         order, seed = order_named(self.config.order), self.config.seed
         if any(samples.mixture.scores or ()) and not order.shuffled and not finite:
             raise ConfigError(
@@ -182,7 +179,7 @@ class StageDraws:
             if finite
             else bucket_streams(
                 samples.buckets,
-                self.weights,
+                settings.weights,
                 seed,
                 shuffled=order.shuffled,
                 starts=self._cursors,
@@ -203,7 +200,7 @@ class StageDraws:
         self._first_draw = 0
         for stream, count in zip(self.buckets, self.samples_per_draw, strict=True):
             # Warn once for all pieces of a ramp.
-            if stream.num_samples < count and not (finite or self.ramping):
+            if stream.num_samples < count and not (finite or settings.ramping):
                 log.warning(
                     "bucket %d has %d samples and a draw takes %d of them: it repeats samples. "
                     "Make steps smaller (tokens_per_step; elsewhere rows_per_block or the global "
@@ -215,16 +212,11 @@ class StageDraws:
         """Return the prefix of messages about the stage."""
         return f"the stage from step {self.begin}: " if self.begin else ""
 
-    def _take_settings(self, settings: StageSettings) -> None:
-        self.ramping, self.fim_rates = settings.ramping, settings.fim_rates
-        self.view = settings.view
-
     def continued(self, settings: StageSettings, first: int) -> StageDraws:
         """Return a stage that continues with the draws of step ``first`` of this one."""
         result = copy.copy(self)
         result.settings, result.skipped = settings, []
-        result.begin = settings.begin
-        result._take_settings(settings)
+        result.begin, result.view = settings.begin, settings.view
         result._first_draw = self.draw_of(first)
         return result
 
@@ -258,8 +250,8 @@ class StageDraws:
         stream, count = self.buckets[bucket], self.samples_per_draw[bucket]
         begin, end = number * count, (number + 1) * count
         ids = stream.ids(begin, end)
-        if self.fim_rates is not None:
-            rates = np.array(self.fim_rates, np.float64)[self.samples.locate(ids)[0]]
+        if self.settings.fim_rates is not None:
+            rates = np.array(self.settings.fim_rates, np.float64)[self.samples.locate(ids)[0]]
             view = replace(view, epochs=stream.epochs(begin, end), fim_rates=rates)
         return Draw(bucket, stream.capacity, ids, view)
 

@@ -245,7 +245,6 @@ class SampleSource:
     Args:
         indices: at least one.
         mixture: settings of the run for these sources.
-        shards: of the indices; None: create them.
         exclusions: of the mixture's stages; None: read them now.
         attention: reach of attention, which decides the cost.
         counter: (global ids, view) -> labels of each; None: derive them from the indices, which
@@ -260,7 +259,6 @@ class SampleSource:
         indices: Sequence[SourceIndex],
         mixture: Mixture | None = None,
         *,
-        shards: Shards | None = None,
         exclusions: Exclusions | None = None,
         attention: Attention = "document",
         counter: Callable[[Ids, StepView], LabelTotals] | None = None,
@@ -271,7 +269,7 @@ class SampleSource:
             raise ConfigError("no sample index was given; give at least one")
         self.indices, self.attention, self._counter = list(indices), attention, counter
         self.token_weights, self.fim = list(token_weights or [None] * len(indices)), fim
-        self.shards = shards or Shards(self.indices)
+        self.shards = Shards(self.indices)
         self.bases = self.shards.bases
         self.mixture = (mixture or Mixture()).of([str(i.path or i.strategy) for i in indices])
         self.names = list(self.mixture.names or ())

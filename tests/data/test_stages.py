@@ -59,7 +59,7 @@ def test_a_stage_may_begin_at_a_number_of_tokens() -> None:
     )
     assert [stage.begin for stage in by_tokens.stages] == [0, 10, 11, 14]
     assert [by_tokens.tokens_before(n) for n in (0, 10, 11, 14, 15)] == [0, 960, 1104, 1248, 1296]
-    assert by_tokens.stages[-1].weights == (1.0, 0.0)
+    assert by_tokens.program[-1].weights == (1.0, 0.0)
 
 
 def test_hundreds_of_stages_may_end_inside_a_cost_window() -> None:
@@ -284,7 +284,7 @@ def test_a_manifest_lists_stages_beside_sources(tmp_path: Path) -> None:
     for data in (packed, pickle.loads(pickle.dumps(packed))):
         schedule = Schedule(data, tokens_per_step=32)
         assert [stage.begin for stage in schedule.stages] == [0, 10, 15]
-        assert [stage.weights for stage in schedule.stages] == [(1, 0), (1, 2.5), (1, 2.5)]
+        assert [stage.weights for stage in schedule.program] == [(1, 0), (1, 2.5), (1, 2.5)]
         assert schedule.stages[2].num_cycles == 2
         windows = [schedule.settings_at(i).window_at(i) for i in (0, 9, 10, 11, 12, 13, 15)]
         assert windows == [4, 4, 4, 8, 12, 16, 16]

@@ -220,21 +220,21 @@ def test_a_stage_inside_a_ramp_ends_it_only_with_weights() -> None:
     plain = ramped(RAMP)
     faster = ramped(RAMP, Stage(from_step=25, tokens_per_step=48))
     assert begins(faster) == [0, 10, 20, 25, 30, 40, 50]
-    at = {stage.begin: stage for stage in faster.stages}
+    at = {stage.begin: stage for stage in faster.program}
     assert at[25].weights == at[20].weights and at[25].config.tokens_per_step == 48
-    later = [stage.weights for stage in plain.stages if stage.begin >= 30]
+    later = [stage.weights for stage in plain.program if stage.begin >= 30]
     assert [at[b].weights for b in (30, 40, 50)] == later
     assert at[50].config.tokens_per_step == 48
     on_an_end = ramped(RAMP, Stage(from_step=30, tokens_per_step=48))
     assert begins(on_an_end) == begins(plain)
-    assert [s.weights for s in on_an_end.stages] == [s.weights for s in plain.stages]
+    assert [s.weights for s in on_an_end.program] == [s.weights for s in plain.program]
     ended = ramped(RAMP, Stage(from_step=25, weights={"web": 1}))
     assert begins(ended) == [0, 10, 20, 25]
     turned = Stage(from_step=25, weights={"web": 1}, ramp=Ramp(until_step=29, pieces=2))
     again = ramped(RAMP, turned)
     assert begins(again) == [0, 10, 20, 25, 27, 29]
-    reached = np.array(again.stages[2].weights)
-    assert np.allclose(again.stages[3].weights, 0.75 * reached + 0.25 * np.array([1, 0, 0]))
+    reached = np.array(again.program[2].weights)
+    assert np.allclose(again.program[3].weights, 0.75 * reached + 0.25 * np.array([1, 0, 0]))
 
 
 def test_a_run_may_be_edited_in_the_middle_of_a_ramp() -> None:
