@@ -136,16 +136,21 @@ def _skip(former: Program, base: Program, begin: int, count: int) -> Program:
     skipped = (_stage_at(former, begin), *inside)
     stage = _stage_at(base, begin)._replace(begin=begin, skip_steps=count, skipped=skipped)
     # Skips inside the range are part of what is skipped. Later ones are edits of the new run.
-    program = (
-        *(stage for stage in former if stage.begin < begin),
-        stage,
-        *(stage for stage in base if stage.begin > begin),
-    )
+    program = _spliced(former, stage, base)
     for later in former:
         if later.begin >= end:
             for size in _skips_of(later):
                 program = _skip(program, base, later.begin, size)
     return program
+
+
+def _spliced(before: Program, stage: StageSettings, after: Program) -> Program:
+    """Return the stages of ``before`` up to the stage, the stage, and those of ``after``."""
+    return (
+        *(other for other in before if other.begin < stage.begin),
+        stage,
+        *(other for other in after if other.begin > stage.begin),
+    )
 
 
 def _skips_of(stage: StageSettings) -> list[int]:
@@ -168,11 +173,7 @@ def _with_settings(program: Program, before: Program, after: Program) -> Program
         if stage.skip_steps and stage.begin <= min(changes):
             new = _stage_at(after, stage.begin)
             new = new._replace(skip_steps=stage.skip_steps, skipped=stage.skipped)
-            result = (
-                *(other for other in result if other.begin < stage.begin),
-                new,
-                *(other for other in result if other.begin > stage.begin),
-            )
+            result = _spliced(result, new, result)
         else:
             for size in _skips_of(stage):
                 result = _skip(result, after, stage.begin, size)

@@ -159,7 +159,7 @@ def check_state(current: State, state: State, allow_change: Collection[str] = ()
             be taken differently. The message names all fields with both values and the first step.
         ConfigError: allow_change names a field that does not exist.
     """
-    check_allowed(allow_change)
+    check_known("checkpoint.allow_change", "field", allow_change, _CONSEQUENCE)
     step = int(state.get("step", -1))
     if step < 0 or "indices" not in state:
         raise ResumeError(
@@ -198,11 +198,6 @@ def check_state(current: State, state: State, allow_change: Collection[str] = ()
         for begin, differences in changes
         if begin >= num_taken
     ]
-
-
-def check_allowed(allow_change: Collection[str]) -> None:
-    """Raise ConfigError if a name is not a field of the order of samples."""
-    check_known("checkpoint.allow_change", "field", allow_change, _CONSEQUENCE)
 
 
 def _whole_run_changes(current: State, state: State, step: int) -> Iterator[_Difference]:
