@@ -315,7 +315,9 @@ def plan_run(schedule: Schedule, num_steps: int) -> RunPlan:
 
 def _loss(schedule: Schedule) -> str:
     samples = schedule.samples
-    weighted = [n for n, of in zip(samples.names, samples.token_weights, strict=True) if of]
+    weighted = [
+        n for n, weights in zip(samples.names, samples.token_weights, strict=True) if weights
+    ]
     if not samples.weighs_tokens:
         return ""
     return samples.mixture.loss + f", weights per token of {', '.join(weighted)}" * bool(weighted)

@@ -111,13 +111,15 @@ def packed_shards(manifest: Path | str, prefixes: Sequence[object], **options: A
 def assert_same_batches(a: Sequence[dict[str, Any]], b: Sequence[dict[str, Any]]) -> None:
     """Assert that batches have equal keys, values and types."""
     assert len(a) == len(b) > 0
-    for left, right in zip(a, b, strict=True):
-        assert left.keys() == right.keys()
-        for name, value in left.items():
+    for first_batch, second_batch in zip(a, b, strict=True):
+        assert first_batch.keys() == second_batch.keys()
+        for name, value in first_batch.items():
             if isinstance(value, torch.Tensor):
-                assert value.dtype == right[name].dtype and torch.equal(value, right[name]), name
+                assert value.dtype == second_batch[name].dtype and torch.equal(
+                    value, second_batch[name]
+                ), name
             else:
-                assert value == right[name] and type(value) is type(right[name]), name
+                assert value == second_batch[name] and type(value) is type(second_batch[name]), name
 
 
 def _offsets(counts: Sequence[int]) -> np.ndarray:

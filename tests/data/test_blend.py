@@ -44,12 +44,14 @@ from tests.data.corpora import (
 def test_weights_mean_the_same_as_in_megatron(shares: list[int]) -> None:
     """Compare with Megatron-core's build_blending_indices: within 2 samples of each source."""
     total = sum(shares)
-    theirs, their_rank = np.zeros(total, np.int16), np.zeros(total, np.int64)
+    megatron_sources, megatron_ranks = np.zeros(total, np.int16), np.zeros(total, np.int64)
     weights = np.array(shares) / total
-    helpers.build_blending_indices(theirs, their_rank, weights, len(shares), total, False)
+    helpers.build_blending_indices(
+        megatron_sources, megatron_ranks, weights, len(shares), total, False
+    )
     blend = _core.Blend(np.array(shares, np.int64))
     for end in range(0, total + 1, max(1, total // 500)):
-        taken = np.bincount(theirs[:end], minlength=len(shares))
+        taken = np.bincount(megatron_sources[:end], minlength=len(shares))
         assert np.abs(blend.taken(end) - taken).max() <= 2
     assert blend.taken(total).tolist() == shares
 
@@ -92,14 +94,14 @@ def test_batches_of_a_manifest_name_their_sources(tmp_path: Path) -> None:
     packed = open_blend(config)
     assert packed.samples.names == ["n5", "n6", "n7"]
     schedule = Schedule(packed, tokens_per_step=256, seed=1)
-    found = set()
+    seen_sources = set()
     for batch in build_loader(packed, schedule, **of_rank(num_steps=20)):
         ends, owners = batch["cu_seqlens"].tolist(), batch["dataset_ids"].tolist()
         for owner, begin, end in zip(owners, ends[:-1], ends[1:], strict=True):
             values = set(batch["tokens"][0, begin:end].tolist())
             assert values == {0 if owner < 0 else 5 + owner}
-            found.add(owner)
-    assert found >= {0, 1, 2}
+            seen_sources.add(owner)
+    assert seen_sources >= {0, 1, 2}
 
 
 def test_different_begin_or_end_tokens_of_sources_are_reported(tmp_path: Path) -> None:
@@ -189,8 +191,8 @@ def sources_and_ranks(blend: _core.Blend, begin: int, end: int) -> list[tuple[in
     """Return the source and its rank at every position, from the runs of ``range``."""
     *runs, places = (column.tolist() for column in blend.range(begin, end))
     ranks = [(s, first + i) for s, first, n in zip(*runs, strict=True) for i in range(n)]
-    found = dict(zip(places, ranks, strict=True))
-    return [found[place] for place in range(end - begin)]
+    rank_at = dict(zip(places, ranks, strict=True))
+    return [rank_at[place] for place in range(end - begin)]
 
 
 @given(weights=whole_weights, begin=positions, count=st.integers(0, 60))

@@ -121,7 +121,12 @@ def still_joined(case: dict[str, Any], gone: set[int]) -> set[tuple[int, int]]:
 
 def joined_of(groups: list[list[int]]) -> set[tuple[int, int]]:
     """Return the (sample, segment) pairs with the group of the segment before."""
-    return {(i, s) for i, of in enumerate(groups) for s in range(1, len(of)) if of[s] == of[s - 1]}
+    return {
+        (i, s)
+        for i, numbers in enumerate(groups)
+        for s in range(1, len(numbers))
+        if numbers[s] == numbers[s - 1]
+    }
 
 
 def check_costs(
@@ -141,8 +146,10 @@ def check_costs(
         costs = dataset.samples.attention_cost(
             ids, capacity, StepView(window=window, num_lists=num_lists)
         )
-        parts = [[p for n in of for p in pieces(n, window or capacity)] for of in expected]
-        assert costs.tolist() == [sum(p * p for p in of) for of in parts]
+        parts = [
+            [p for n in of_sample for p in pieces(n, window or capacity)] for of_sample in expected
+        ]
+        assert costs.tolist() == [sum(p * p for p in of_sample) for of_sample in parts]
     return all_runs
 
 
@@ -194,10 +201,10 @@ def test_loader_masks_excluded_documents_from_the_step_on(tmp_path: Path, mix: A
     assert seen_before == {"web", "code"}
     check_reported_ids(data, schedule)
     for step in range(30):  # the same samples are drawn
-        ours, theirs = schedule.step(step), plain.step(step)
-        assert ours.sample_ids.tolist() == theirs.sample_ids.tolist()
-        assert (ours.view.num_lists > 0) == (step >= 5)
-        assert ours.num_label_tokens <= theirs.num_label_tokens
+        masked_step, plain_step = schedule.step(step), plain.step(step)
+        assert masked_step.sample_ids.tolist() == plain_step.sample_ids.tolist()
+        assert (masked_step.view.num_lists > 0) == (step >= 5)
+        assert masked_step.num_label_tokens <= plain_step.num_label_tokens
 
 
 def check_reported_ids(data: PackedDataset, schedule: Schedule) -> None:
@@ -205,9 +212,9 @@ def check_reported_ids(data: PackedDataset, schedule: Schedule) -> None:
     DataLoader masks the same documents."""
     arguments = of_rank(micro=64, num_steps=30)
     sampler = BucketBatchSampler(schedule, **arguments)
-    theirs = DataLoader(data, batch_sampler=sampler, collate_fn=list)
+    torch_loader = DataLoader(data, batch_sampler=sampler, collate_fn=list)
     for batch, items, micro in zip(
-        build_loader(data, schedule, **arguments), theirs, sampler, strict=True
+        build_loader(data, schedule, **arguments), torch_loader, sampler, strict=True
     ):
         ids = batch["sample_ids"].tolist()
         assert ids == list(micro) == micro.sample_ids.tolist() and max(ids) < len(data)

@@ -92,7 +92,7 @@ def expected_documents(
 ) -> list[list[int]]:
     """Return the tokens of every document of every source in a step or a draw."""
     fim = definition.Fim(PRE, SUF, MID, END, EOD, FIM.spm_rate, SEED)
-    found = []
+    result = []
     for sample, epoch, rate in zip(
         step.sample_ids.tolist(),
         step.view.epochs.tolist(),
@@ -101,14 +101,14 @@ def expected_documents(
     ):
         source, segments = data.samples.segments(sample)
         for document, begin, length in segments:
-            own = documents[source][document].tolist()
+            original = documents[source][document].tolist()
             key = definition.key_of(SEED, epoch, document)
-            whole = 1 < length == len(own) <= max(BUCKETS) - 4
-            shown = own[begin : begin + length]
+            whole = 1 < length == len(original) <= max(BUCKETS) - 4
+            shown = original[begin : begin + length]
             if whole and definition.unit(key, 0) < rate:
-                shown = [token for token, _ in definition.transform_document(own, fim, key)]
-            found.append(shown)
-    return found
+                shown = [token for token, _ in definition.transform_document(original, fim, key)]
+            result.append(shown)
+    return result
 
 
 def documents_in(batch: dict[str, Any]) -> list[list[int]]:
@@ -132,19 +132,19 @@ def test_ranks_see_documents_as_defined_and_exact_denominators(
     weights = [weigh_step(schedule, step, data.samples).label_weight for step in steps]
     for size, start in ((1, 0), (2, 2), (4, 0)):
         options = {"schedule": schedule, "start_step": start, "num_steps": 8 - start}
-        found: dict[int, list[list[int]]] = defaultdict(list)
+        seen: dict[int, list[list[int]]] = defaultdict(list)
         masks: dict[int, float] = defaultdict(float)
         for rank in range(size):
             batches = list(small_loader(data, rank, size, weighted_loss=True, **options))
             assert {batch["step"] for batch in batches} == set(range(start, 8))
             for batch in batches:
                 step, mask = batch["step"], batch["loss_mask"]
-                found[step] += documents_in(batch)
+                seen[step] += documents_in(batch)
                 masks[step] += float(mask.double().sum())
                 assert batch["num_step_label_tokens"] == steps[step].num_label_tokens
                 assert batch["step_label_weight"] == weights[step]
                 assert (mask > 0).sum() <= (batch["labels"] >= 0).sum()
-        for step, documents in found.items():
+        for step, documents in seen.items():
             expected = expected_documents(data, steps[step], of_sources)
             assert sorted(documents) == sorted(expected), (size, step)
             turned += sum(document[0] == PRE for document in documents)
@@ -229,9 +229,9 @@ def test_rates_of_taken_steps_cannot_change(blend: BlendConfig) -> None:
     ],
 )
 def test_invalid_sections_name_the_problem(tree: dict[str, Any], message: str) -> None:
-    usual = {"sentinels": {"prefix": 1, "suffix": 2, "middle": 3}}
+    valid = {"sentinels": {"prefix": 1, "suffix": 2, "middle": 3}}
     with pytest.raises(ConfigError, match=message):
-        from_dict(FimConfig, {**usual, **tree}, where="fim")
+        from_dict(FimConfig, {**valid, **tree}, where="fim")
 
 
 def test_sentinels_are_one_token_each(tmp_path: Path) -> None:
@@ -291,7 +291,10 @@ def test_character_tables_are_part_of_the_identity() -> None:
     """The identity covers the content of the tables, not only their size; their ids count for the
     largest id."""
     texts = [[b"a", b"b", b"ab"], [b"b", b"a", b"ab"]]
-    one, other = (Fim(prefix=3, suffix=4, middle=5, tables=character_tables(of)) for of in texts)
+    one, other = (
+        Fim(prefix=3, suffix=4, middle=5, tables=character_tables(vocabulary))
+        for vocabulary in texts
+    )
     assert one.identity() == Fim(prefix=3, suffix=4, middle=5, tables=one.tables).identity()
     assert one.identity() != other.identity()
     behind = character_tables([None] * 10 + texts[0])

@@ -48,7 +48,7 @@ def drawn(packed: PackedDataset, rate: float, epoch: int = 0) -> dict[int, tuple
     """Return document -> (is SPM, cuts)."""
     ids = np.arange(len(packed))
     columns = packed._gatherer.fim_draws(ids, draws(len(ids), rate, epoch).core)
-    return {d: rest for _, _, d, *rest in zip(*(c.tolist() for c in columns), strict=True)}
+    return {d: choices for _, _, d, *choices in zip(*(c.tolist() for c in columns), strict=True)}
 
 
 def rows(packed: PackedDataset, ids: list[int], given: StepView) -> list[list[int]]:
@@ -76,16 +76,16 @@ def test_shares_are_the_rates_within_sampling_error(many: PackedDataset) -> None
     count, rate = len(many), 0.4
     first, second = drawn(many, rate), drawn(many, rate, epoch=1)
     both = len(first.keys() & second.keys())  # epochs are independent
-    spm = sum(rest[0] for rest in first.values())
-    for found, of, share in (
+    spm = sum(choices[0] for choices in first.values())
+    for actual, total, share in (
         (len(first), count, rate),
         (len(second), count, rate),
         (both, count, rate**2),
         (spm, len(first), 0.3),
     ):
-        assert abs(found - of * share) < 4 * (of * share * (1 - share)) ** 0.5
+        assert abs(actual - total * share) < 4 * (total * share * (1 - share)) ** 0.5
     # Two cuts among 41 positions, uniform, then sorted.
-    places = np.array([rest[1:] for rest in drawn(many, 1).values()])
+    places = np.array([choices[1:] for choices in drawn(many, 1).values()])
     counts = np.bincount(places.reshape(-1), minlength=41)
     expected = 2 * count / 41
     assert len(counts) == 41 and (places[:, 0] <= places[:, 1]).all()
@@ -107,17 +107,19 @@ def test_inverse_restores_documents(cuts: str, end: int, spm_rate: float, tmp_pa
     assert fim is not None
     ids = list(range(len(documents)))
     in_parts = 0
-    for told, document in zip(rows(packed, ids, draws(len(ids), 1)), documents, strict=True):
+    for transformed, document in zip(rows(packed, ids, draws(len(ids), 1)), documents, strict=True):
         if len(document) == 1:
-            assert told == document  # the middle is empty
+            assert transformed == document  # the middle is empty
             continue
-        assert told[0] == PRE and all(told.count(token) == 1 for token in fim.sentinels)
-        assert len(document) + len(fim.sentinels) <= len(told) <= len(document) + fim.room
-        restored = fim.restore(told).tolist()
+        assert transformed[0] == PRE and all(
+            transformed.count(token) == 1 for token in fim.sentinels
+        )
+        assert len(document) + len(fim.sentinels) <= len(transformed) <= len(document) + fim.room
+        restored = fim.restore(transformed).tolist()
         assert text(restored) == text(document) and (restored[-1] == EOD) == (document[-1] == EOD)
         in_parts += restored != document
         if spm_rate:
-            assert told[1] == SUF
+            assert transformed[1] == SUF
     assert in_parts > 100 if cuts == "character" else in_parts == 0
 
 
@@ -174,8 +176,8 @@ def test_packing_leaves_enough_room(strategy: str, alignment: int, tmp_path: Pat
     index = pack(lengths, strategy, buckets=buckets, fim_room=3, alignment=alignment)
     packed = PackedDataset(dataset, index, alignment=alignment)
     packed._connect([index], packed.samples.mixture, fim=Fim(prefix=PRE, suffix=SUF, middle=MID))
-    told = 0
+    num_transformed = 0
     for sample in range(len(packed)):
         tokens = packed.micro_batch([sample], view=draws(1, 1))["tokens"]
-        told += int((tokens == PRE).sum())
-    assert told == index.metrics()["num_documents_with_fim_room"] > 150
+        num_transformed += int((tokens == PRE).sum())
+    assert num_transformed == index.metrics()["num_documents_with_fim_room"] > 150

@@ -52,15 +52,15 @@ def corpora(draw: st.DrawFn, with_fim: bool = False) -> dict[str, Any]:
     pieces = [(d, n) for d, n in enumerate(lengths) if n]
     samples = []
     for _ in range(draw(st.integers(1, 6))):
-        sample, left = [], capacity
-        while left > 0 and len(sample) < 5 and (not sample or draw(st.booleans())):
+        sample, remaining = [], capacity
+        while remaining > 0 and len(sample) < 5 and (not sample or draw(st.booleans())):
             document, n = draw(st.sampled_from(pieces))
             begin, length = 0, n
-            if n > left or not with_fim or draw(st.integers(0, 3)) == 3:
+            if n > remaining or not with_fim or draw(st.integers(0, 3)) == 3:
                 begin = draw(st.integers(0, n - 1))
-                length = draw(st.integers(1, min(left, n - begin)))
+                length = draw(st.integers(1, min(remaining, n - begin)))
             sample.append((document, begin, length))
-            left -= length
+            remaining -= length
         samples.append(sample)
     fim = draw(fims()) if with_fim else None
     if fim is not None:
@@ -120,8 +120,10 @@ def fims(draw: st.DrawFn) -> dict[str, Any]:
         for token, text in enumerate(fim.text):
             for at in range(1, len(text)):
                 if text[at] & 0xC0 != 0x80 and rng.random() < 0.8:
-                    left, right = (rng.integers(0, 300, rng.integers(1, 3)).tolist() for _ in "LR")
-                    fim.parts[token, at] = Parts(left, right)
+                    left_part, right_part = (
+                        rng.integers(0, 300, rng.integers(1, 3)).tolist() for _ in "LR"
+                    )
+                    fim.parts[token, at] = Parts(left_part, right_part)
     return {
         "fim": fim,
         "longest": longest,
@@ -203,17 +205,17 @@ def test_micro_batch_is_as_defined(
     rows, row_tokens = case["rows"], case["row_tokens"]
     ids = np.arange(len(case["samples"]))
     documents, samples = case["documents"], case["samples"]
-    beside = {name: case[name] for name in ("factors", "loss", "joined", "window")}
-    beside["chosen"] = _choose(documents) if case["chosen"] else None
-    beside["weights"] = _weigh(documents) if case["weighed"] else None
+    options = {name: case[name] for name in ("factors", "loss", "joined", "window")}
+    options["chosen"] = _choose(documents) if case["chosen"] else None
+    options["weights"] = _weigh(documents) if case["weighed"] else None
     draws = {}
     if case["fim"] is not None:
-        given = {**case["fim"], "weights": beside["weights"]}
-        documents, beside["weights"], samples, which = transformed(documents, samples, **given)
+        given = {**case["fim"], "weights": options["weights"]}
+        documents, options["weights"], samples, which = transformed(documents, samples, **given)
         epochs, rates = (np.array(given[name])[ids] for name in ("epochs", "rates"))
         draws = {"epochs": epochs, "fim_rates": rates, "seed": given["fim"].seed}
     sizes = {"num_rows": rows, "row_tokens": row_tokens, "capacity": case["capacity"]}
-    expected = reference.gather(documents, samples, **sizes, **beside, **case["options"])
+    expected = reference.gather(documents, samples, **sizes, **options, **case["options"])
     per_row = kind == "per row"
     lists = expected.cu_seqlens_of_rows(row_tokens) if per_row else [expected.cu_seqlens()]
     num_cu_seqlens = None if extra is None else max(map(len, lists)) + extra
@@ -243,16 +245,18 @@ def test_micro_batch_is_as_defined(
         assert batch[name].flatten().tolist() == getattr(expected, name), name
     assert batch["cu_seqlens"].dtype == torch.int32
     assert batch["max_seqlen"] == max(expected.rooms)
-    for name, of in (("cu_seqlens", "lengths"), ("cu_seqlens_padded", "rooms")):
-        if of == "rooms" and case["options"]["alignment"] == 1:
+    for name, source_name in (("cu_seqlens", "lengths"), ("cu_seqlens_padded", "rooms")):
+        if source_name == "rooms" and case["options"]["alignment"] == 1:
             assert name not in batch
             continue
         lists = (
-            expected.cu_seqlens_of_rows(row_tokens, of) if per_row else [expected.cu_seqlens(of)]
+            expected.cu_seqlens_of_rows(row_tokens, source_name)
+            if per_row
+            else [expected.cu_seqlens(source_name)]
         )
-        for found, wanted in zip(torch.atleast_2d(batch[name]).tolist(), lists, strict=True):
+        for actual, wanted in zip(torch.atleast_2d(batch[name]).tolist(), lists, strict=True):
             size = num_cu_seqlens or len(wanted)
-            assert found == wanted + wanted[-1:] * (size - len(wanted))
+            assert actual == wanted + wanted[-1:] * (size - len(wanted))
 
 
 def test_max_seqlen_includes_alignment_padding(tmp_path: Path) -> None:
@@ -418,9 +422,9 @@ def test_dense_mask_limits_attention_to_segments(lengths: list[int], causal: boo
     owner = [i for i, length in enumerate(lengths) for _ in range(length)]
     mask = block_diagonal_mask(segment_ids(cu_seqlens, sum(lengths)), causal=causal)
     assert mask.shape == (1, 1, sum(lengths), sum(lengths))
-    for q, own in enumerate(owner):
+    for q, segment in enumerate(owner):
         for k, other in enumerate(owner):
-            assert mask[0, 0, q, k] == (own == other and (k <= q or not causal))
+            assert mask[0, 0, q, k] == (segment == other and (k <= q or not causal))
 
 
 def test_flex_attention_equals_the_dense_mask() -> None:
@@ -432,8 +436,8 @@ def test_flex_attention_equals_the_dense_mask() -> None:
     q, k, v = (torch.randn(2, 2, 128, 16) for _ in range(3))
     mask = block_diagonal_mask(segments)
     expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    found = flex_attention(q, k, v, block_mask=flex_block_mask(segments))
-    assert torch.allclose(found, expected, atol=1e-5)
+    flex = flex_attention(q, k, v, block_mask=flex_block_mask(segments))
+    assert torch.allclose(flex, expected, atol=1e-5)
 
 
 # ---- Token ids beyond the vocabulary are found before training, with and without metadata

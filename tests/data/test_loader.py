@@ -93,8 +93,8 @@ def test_padded_boundaries_fit_each_bucket(tmp_path: Path, row_tokens: int | Non
     schedule = Schedule(data, tokens_per_step=2 * tokens, row_tokens=row_tokens)
     entries: dict[int, int] = {}
     for batch in build_loader(data, schedule, **of_rank(micro=tokens, cu_seqlens="padded")):
-        capacity, found = batch["capacity"], batch["cu_seqlens"]
-        assert entries.setdefault(capacity, len(found)) == len(found)
+        capacity, boundaries = batch["capacity"], batch["cu_seqlens"]
+        assert entries.setdefault(capacity, len(boundaries)) == len(boundaries)
         assert batch["max_seqlen"] <= slot_tokens(capacity, batch["row_tokens"])[-1]
     slots = {32: 4, 64: 2} if row_tokens is None else {32: 12, 64: 4}
     most = {32: 32 // 2, 64: 1}
@@ -124,13 +124,13 @@ def test_step_weights_sum_loss_masks_at_any_number_of_ranks(tmp_path: Path, loss
             for batch in loader(data, rank, size, weighted_loss=True, **options):
                 masks.setdefault(batch["step"], []).extend(batch["loss_mask"].flatten().tolist())
                 seen[size, batch["step"]] = batch["step_label_weight"]
-        for step, found in masks.items():
+        for step, of_step in masks.items():
             sequences, expected = sequences_of(data, schedule.step(step), weights, loss)
             wanted, unit = denominator_of(sequences, loss)
             assert seen[size, step] == pytest.approx(float(wanted), rel=1e-12)
             unscaled = sorted(value * float(unit) for value in expected)
-            np.testing.assert_allclose(sorted(v for v in found if v), unscaled, rtol=1e-6)
-            assert sum(found) == pytest.approx(seen[size, step], rel=1e-6)
+            np.testing.assert_allclose(sorted(v for v in of_step if v), unscaled, rtol=1e-6)
+            assert sum(of_step) == pytest.approx(seen[size, step], rel=1e-6)
     assert all(seen[1, step] == seen[2, step] for step in range(3))
 
 
@@ -138,16 +138,16 @@ def sequences_of(
     data: PackedDataset, content: Step, weights: list[list[list[float]]], loss: str
 ) -> tuple[list[tuple[float, list[float]]], list[float]]:
     """Return the sequences of a step, and the loss masks of labels without the step's unit."""
-    found, masks = [], []
+    sequences, masks = [], []
     for sample in content.sample_ids.tolist():
         source, segments = data.samples.segments(sample)
         factor = float(np.float32([0.3, 2][source]))
         for document, begin, length in segments:
-            own = weights[source][document][begin + 1 : begin + length + 1]
-            own = [float(np.float16(w)) for w in own]
-            found.append((factor, own))
-            masks += [value for value in loss_mask_of(own, factor, loss) if value]
-    return found, masks
+            token_weights = weights[source][document][begin + 1 : begin + length + 1]
+            token_weights = [float(np.float16(w)) for w in token_weights]
+            sequences.append((factor, token_weights))
+            masks += [value for value in loss_mask_of(token_weights, factor, loss) if value]
+    return sequences, masks
 
 
 def test_unused_token_weights_are_refused(tmp_path: Path) -> None:
@@ -284,11 +284,13 @@ def _stacked(samples: list[dict[str, Any]]) -> torch.Tensor:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("num_workers", "start"), [(0, None), (2, "fork")])
 def test_sampler_is_torchs(packed: PackedDataset, num_workers: int, start: str | None) -> None:
-    ours = loader(packed, rank=1, layout="rows")
+    own_loader = loader(packed, rank=1, layout="rows")
     workers = {"num_workers": num_workers, "multiprocessing_context": start}
-    theirs = DataLoader(packed, batch_sampler=_sampler(packed), collate_fn=_stacked, **workers)
-    assert len(theirs) == len(ours)
-    for tokens, batch in zip(theirs, ours, strict=True):
+    torch_loader = DataLoader(
+        packed, batch_sampler=_sampler(packed), collate_fn=_stacked, **workers
+    )
+    assert len(torch_loader) == len(own_loader)
+    for tokens, batch in zip(torch_loader, own_loader, strict=True):
         assert torch.equal(tokens, batch["tokens"])
 
 
@@ -305,7 +307,7 @@ def test_stateful_loader_continues(packed: PackedDataset, num_workers: int, cons
     for _ in range(consumed):
         next(begun)
     second.load_state_dict(first.state_dict())
-    rest = list(second)
-    assert len(rest) == len(whole) - consumed
-    for left, right in zip(rest, whole[consumed:], strict=True):
-        assert torch.equal(left, right)
+    resumed = list(second)
+    assert len(resumed) == len(whole) - consumed
+    for actual, expected in zip(resumed, whole[consumed:], strict=True):
+        assert torch.equal(actual, expected)

@@ -47,9 +47,11 @@ def samples_of(counts: dict[int, int]) -> SampleIndex:
     buckets: dict[int, list[list[tuple[int, int, int]]]] = {}
     lengths: list[int] = []
     for capacity, count in sorted(counts.items()):
-        own = (LENGTHS[len(lengths) :][:count] * capacity // 4).tolist()
-        buckets[capacity] = [[(len(lengths) + i, 0, length)] for i, length in enumerate(own)]
-        lengths += own
+        new_lengths = (LENGTHS[len(lengths) :][:count] * capacity // 4).tolist()
+        buckets[capacity] = [
+            [(len(lengths) + i, 0, length)] for i, length in enumerate(new_lengths)
+        ]
+        lengths += new_lengths
     return index_of(buckets, lengths)
 
 
@@ -162,7 +164,10 @@ def test_decided_skips_skip_the_draws_of_the_run_at_the_decision(
     ]
     options: dict[str, Any] = {"seed": 3, "cost_window": cost_window}
     run = programs.Run(
-        [POOL_COUNTS[s] for s in pool], stages, cost=lambda s, *of: cost_of(pool[s], *of), **options
+        [POOL_COUNTS[s] for s in pool],
+        stages,
+        cost=lambda s, *sample: cost_of(pool[s], *sample),
+        **options,
     )
     made: dict[int, tuple[float, float]] = {}
     for begin, skip_steps, weights in decided:
@@ -170,7 +175,7 @@ def test_decided_skips_skip_the_draws_of_the_run_at_the_decision(
             made[begin] = weights
             run = run.reweighted(begin, programs.with_weights(stages, made))
         if skip_steps:
-            made = {first: of for first, of in made.items() if first <= begin}
+            made = {first: kept for first, kept in made.items() if first <= begin}
             run = run.edited(begin, skip_steps, programs.with_weights(stages, made))
     mixture = Mixture(
         names=names,
@@ -199,11 +204,11 @@ def stage_of(stage: programs.Stage, names: list[str]) -> Stage:
 
 def own_numbers(schedule: Schedule, ids: np.ndarray) -> list[tuple[int, int]]:
     """Return (source, number among its samples of the capacity) of global ids."""
-    found = []
+    result = []
     for source, local in np.stack(schedule.samples.locate(ids), axis=1).tolist():
         offsets = schedule.samples.indices[source].bucket_sample_offsets
-        found.append((source, local - max(o for o in offsets.tolist() if o <= local)))
-    return found
+        result.append((source, local - max(o for o in offsets.tolist() if o <= local)))
+    return result
 
 
 def scores_of(source: int) -> Scores:
@@ -261,35 +266,35 @@ class Run:
         if begin <= max((stage.from_step for stage in self.stages), default=0):
             return
         kinds = "reweight add remove tokens skip order exclude loss window"
-        what = self.random.choice(kinds.split())
+        kind = self.random.choice(kinds.split())
         change: dict[str, Any] = {}
         drawn = [NAMES[s] for s, w in zip(self.sources, self.weights, strict=True) if w != 0]
         for stage in self.stages:
             drawn = list(stage.weights or drawn)
-        if what == "add" and self.unused:
+        if kind == "add" and self.unused:
             drawn.append(NAMES[self.unused[0]])
             self.sources.append(self.unused.pop(0))
             self.weights.append(0.0)
-        if what == "remove" and len(drawn) > 1:
+        if kind == "remove" and len(drawn) > 1:
             drawn.remove(str(self.random.choice(drawn)))
-        if what in ("reweight", "add", "remove"):
+        if kind in ("reweight", "add", "remove"):
             change["weights"] = {name: self.weight() for name in drawn}
             weighted = any(stage.weights for stage in self.stages) or None not in self.weights
             if weighted and "grow-p2" not in self.orders and self.random.random() < 0.5:
                 until, pieces = begin + self.random.integers(1, 20), self.random.integers(1, 6)
                 shape: Any = str(self.random.choice(["linear", "cosine"]))
                 change["ramp"] = Ramp(until_step=int(until), shape=shape, pieces=int(pieces))
-        if what == "tokens":
+        if kind == "tokens":
             change["tokens_per_step"] = int(self.random.choice(TOKENS))
-        if what == "order":
+        if kind == "order":
             change["order"] = str(self.random.choice(self.orders))
-        if what == "skip":
+        if kind == "skip":
             change["skip_steps"] = int(self.random.integers(1, 9))
-        if what == "loss":
+        if kind == "loss":
             change["loss_weights"] = {str(self.random.choice(drawn)): self.weight()}
-        if what == "window":
+        if kind == "window":
             change["attention_window"] = int(self.random.choice([3, 8, 16]))
-        if what == "exclude":
+        if kind == "exclude":
             change["exclude"] = self.lists()
         self.stages = [*self.stages, Stage(from_step=begin, **change)]
 
@@ -413,17 +418,17 @@ def check_shares(schedule: Schedule, seen: list[list[int]]) -> None:
         own_off: dict[int, np.ndarray] = defaultdict(lambda: np.zeros(num_sources))
         # A stage after skipped steps is bounded at both ends.
         skipping = stage is not schedule.stages[0] and stage.draw_of(stage.begin) > 0
-        given = zip(stage.weights, tokens, strict=True)
+        given = zip(stage.settings.weights, tokens, strict=True)
         weights = np.array([t if w is None else w for w, t in given], float)
         for i in range(stage.begin, end):
             ids = np.array(seen[i])
             capacity = samples.capacity_of(int(ids[0]))
             names = [NAMES.index(name) for name in samples.names]
-            there = [POOL_COUNTS[number].get(capacity, 0) for number in names]
-            share = weights * there / tokens
-            found = np.bincount(samples.locate(ids)[0], minlength=num_sources)
-            own_off[capacity] += found - share / share.sum() * len(ids)
-            taken += found * capacity
+            available = [POOL_COUNTS[number].get(capacity, 0) for number in names]
+            share = weights * available / tokens
+            drawn_counts = np.bincount(samples.locate(ids)[0], minlength=num_sources)
+            own_off[capacity] += drawn_counts - share / share.sum() * len(ids)
+            taken += drawn_counts * capacity
             assert np.abs(own_off[capacity]).max() < (2 * 1.69 if skipping else 1.69)
         for capacity, amount in own_off.items():
             off[capacity] += amount
@@ -436,8 +441,8 @@ def check_ranks(schedule: Schedule, step: int) -> None:
     """With any fitting number of ranks and micro batch: one bucket at a time, together the step."""
     options = {"pad_last": True, "num_steps": step + 1, "weighted_loss": True}
     for size, micro in ((1, 16), (3, 16)):
-        own = [of_rank(rank, size, micro, **options) for rank in range(size)]
-        ranks = [BucketBatchSampler(schedule, **one).micro_batches(step) for one in own]
+        arguments = [of_rank(rank, size, micro, **options) for rank in range(size)]
+        ranks = [BucketBatchSampler(schedule, **one).micro_batches(step) for one in arguments]
         for row in zip(*ranks, strict=True):
             assert len({(b.bucket, b.capacity, b.num_step_label_tokens) for b in row}) == 1
             assert len({(b.view.window, b.step_label_weight) for b in row}) == 1
@@ -517,13 +522,13 @@ def test_queries_equal_counting_step_by_step() -> None:
         check_plan_of_exclusions(schedule, until + 30)
         for steps in (0, run.step, run.step + 9):
             for source in range(len(schedule.samples.indices)):
-                found, passes = unseen_documents(schedule, source, steps)
+                unseen, passes = unseen_documents(schedule, source, steps)
                 seen = times_seen(schedule, source, steps)
                 assert passes == min(seen.values())
                 masked = {d: schedule.masked_from(source, d) for d in seen}
                 gone = {d for d, begin in masked.items() if begin is not None and begin <= steps}
                 least = {d for d in seen if seen[d] == passes}
-                assert found.tolist() == sorted(least - gone)
+                assert unseen.tolist() == sorted(least - gone)
 
 
 def check_steps_of(schedule: Schedule, num_steps: int) -> None:
@@ -560,8 +565,8 @@ def check_plan_of_exclusions(schedule: Schedule, until: int) -> None:
     for plan in plan_exclusions(schedule, until):
         source = samples.names.index(plan.source)
         number_of_list = schedule.stage_at(plan.from_step).view.num_lists
-        own = samples.exclusions.first_lists[source] == number_of_list
-        documents = samples.exclusions.documents[source][own]
+        is_of_list = samples.exclusions.first_lists[source] == number_of_list
+        documents = samples.exclusions.documents[source][is_of_list]
         holding = samples.samples_of(source, documents)
         steps = [step for sample in holding for step in schedule.steps_of(sample, until)]
         before = [step for step in steps if step < plan.from_step]

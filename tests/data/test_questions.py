@@ -83,15 +83,15 @@ def run_of(tmp_path: Path) -> Any:
 
 def test_repacked_source(tmp_path: Path, run_of: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """Half an epoch in samples of 16 and 32, the rest in samples of 64: each document once."""
-    plain, rest = run_of(), tmp_path / "rest.npy"
+    plain, unseen_file = run_of(), tmp_path / "rest.npy"
     half = plain.num_steps() // 2
     trace = ["trace", str(tmp_path / "run.yaml"), "--unseen", "web", "--max-step", str(half)]
-    facts = json.loads(printed(*trace, "--output", rest, "--json"))
-    documents = np.load(rest)
+    facts = json.loads(printed(*trace, "--output", unseen_file, "--json"))
+    documents = np.load(unseen_file)
     assert facts["documents"] == len(documents) > 100 and facts["passes"] == 0
     packing = ["pack", str(tmp_path / "web"), "--buckets", "64", "--output"]
     target = str(tmp_path / "rest.samples")
-    assert main([*packing, target, "--documents", str(rest)]) == 0
+    assert main([*packing, target, "--documents", str(unseen_file)]) == 0
     index = SampleIndex.load(target)
     assert set(index.segment_document.tolist()) == set(documents.tolist())
     assert main(["verify", target]) == 0
@@ -113,13 +113,15 @@ def test_repacked_source(tmp_path: Path, run_of: Any, capsys: pytest.CaptureFixt
 
     capsys.readouterr()
     assert (
-        main([*packing, target, "--documents", str(rest)]) == 0
+        main([*packing, target, "--documents", str(unseen_file)]) == 0
     )  # the same, without any step taken
     assert "nothing to do" in capsys.readouterr().err
     assert "packed with other documents of it" in printed(*packing, target, status=2)
-    assert main([*trace, "--output", str(rest)]) == 0
-    assert "it holds something else" in printed(*trace[:-1], half - 2, "--output", rest, status=2)
-    assert main([*trace[:-1], str(half - 2), "--output", str(rest), "--overwrite"]) == 0
+    assert main([*trace, "--output", str(unseen_file)]) == 0
+    assert "it holds something else" in printed(
+        *trace[:-1], half - 2, "--output", unseen_file, status=2
+    )
+    assert main([*trace[:-1], str(half - 2), "--output", str(unseen_file), "--overwrite"]) == 0
 
 
 def test_missing_documents_and_sources_are_refused(

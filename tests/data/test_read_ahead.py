@@ -34,11 +34,11 @@ PAGE = mmap.PAGESIZE
 def resident(tokens: NDArray[Any]) -> NDArray[np.bool_]:
     """Return which pages of a mapped file are in memory, without reading them (mincore)."""
     pages = -(-tokens.nbytes // PAGE)
-    found = np.zeros(pages, np.uint8)
+    flags = np.zeros(pages, np.uint8)
     libc = ctypes.CDLL(None, use_errno=True)
-    address, out = (ctypes.c_void_p(array.ctypes.data) for array in (tokens, found))
+    address, out = (ctypes.c_void_p(array.ctypes.data) for array in (tokens, flags))
     assert libc.mincore(address, ctypes.c_size_t(tokens.nbytes), out) == 0, ctypes.get_errno()
-    return found % 2 == 1
+    return flags % 2 == 1
 
 
 @pytest.fixture
@@ -91,8 +91,8 @@ def test_ranges_include_the_token_after_a_segment(tmp_path: Path) -> None:
             end = min(begin + length + 1, int(documents[source].document_lengths[document]))
             wanted |= {(source, position) for position in range(start + begin, start + end)}
     ranges = list(zip(*data._gatherer.token_ranges(samples), strict=True))
-    found = [(s, position) for s, begin, end in ranges for position in range(begin, end)]
-    assert len(wanted) > 1000 and found == sorted(wanted)
+    actual = [(s, position) for s, begin, end in ranges for position in range(begin, end)]
+    assert len(wanted) > 1000 and actual == sorted(wanted)
     touching = [(a, b) for a, b in pairwise(ranges) if a[0] == b[0] and a[2] >= b[1]]
     assert len(ranges) > 50 and not touching
 
@@ -177,22 +177,22 @@ def asked_ahead(in_time: bool, count: int) -> list[int]:
     """Return the bytes requested ahead of every micro batch when it is yielded."""
     reads: Any = Reads(in_time)
     items = micro_batches(count)
-    found = []
+    bytes_ahead = []
     for number, item in enumerate(prefetch_remote(items, reads)):
         assert item is items[number]
-        found.append(EACH * (reads.asked - number))
-    assert len(found) == reads.asked == count
+        bytes_ahead.append(EACH * (reads.asked - number))
+    assert len(bytes_ahead) == reads.asked == count
     # One request per portion: neighboring ranges of a file are merged.
     assert reads.times_asked <= EACH * count / PORTION + 2
-    return found
+    return bytes_ahead
 
 
 @pytest.mark.parametrize(("in_time", "share"), [(True, 0.25), (False, 1.0)])
 def test_lookahead_grows_with_consumption(in_time: bool, share: float) -> None:
     """Too large a lookahead delays the next request, too small a one leaves the connection idle.
     Requests are at most two portions away from the allowance."""
-    found = asked_ahead(in_time, 1000)[:900]  # the end of a run has nothing left to request
-    for number, ahead in enumerate(found):
+    bytes_ahead = asked_ahead(in_time, 1000)[:900]  # the end of a run has nothing left to request
+    for number, ahead in enumerate(bytes_ahead):
         room = min(PORTION + share * EACH * number, 7 * PORTION)
         assert room - PORTION <= ahead <= room + 2 * PORTION
-    assert found[0] <= 2 * PORTION and max(found) <= MOST + PORTION
+    assert bytes_ahead[0] <= 2 * PORTION and max(bytes_ahead) <= MOST + PORTION

@@ -74,18 +74,20 @@ def test_weights_equal_the_definition() -> None:
     for number in range(PROGRAMS):
         mixture, tokens = random_mixture(np.random.default_rng(number))
         program = resolve(config, mixture)
-        found = within_epochs(program, mixture, tokens)
+        limited = within_epochs(program, mixture, tokens)
         wanted = [(stage.begin, stage.config.tokens_per_step, stage.weights) for stage in program]
         limits = mixture.max_epochs
         expected = weights_within_epochs(wanted, limits, tokens, mixture.run_tokens)
-        for stage, shares in zip(found, expected, strict=True):
-            own = np.array(stage.weights)
-            assert np.allclose(own / own.sum(), [float(s) for s in shares], rtol=1e-9), number
-        num_limited += found != program
+        for stage, shares in zip(limited, expected, strict=True):
+            stage_weights = np.array(stage.weights)
+            assert np.allclose(
+                stage_weights / stage_weights.sum(), [float(s) for s in shares], rtol=1e-9
+            ), number
+        num_limited += limited != program
         later = Stage(from_step=program[-1].begin + 7, weights={"s0": 1.0})
         longer = Mixture(**{**mixture.__dict__, "stages": [*mixture.stages, later]})
         again = within_epochs(resolve(config, longer), longer, tokens)
-        assert again[: len(found)] == found, number
+        assert again[: len(limited)] == limited, number
     assert num_limited > PROGRAMS // 3
 
 

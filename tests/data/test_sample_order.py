@@ -45,11 +45,13 @@ def reference(size: int, block: int, window: int, epoch: int) -> list[int]:
     blocks = _core.permute_range(key, number, 0, number).tolist()
     result: list[int] = []
     for slot in range(0, number, window):
-        own = [i for b in blocks[slot : slot + window] for i in range(b * block, (b + 1) * block)]
-        own = [i for i in own if i < size]
+        members = [
+            i for b in blocks[slot : slot + window] for i in range(b * block, (b + 1) * block)
+        ]
+        members = [i for i in members if i < size]
         bits = _core.random_bits(key, len(result) + 1)
-        mixed = _core.permute_range(bits, len(own), 0, len(own))
-        result += [own[i] for i in mixed.tolist()]
+        mixed = _core.permute_range(bits, len(members), 0, len(members))
+        result += [members[i] for i in mixed.tolist()]
     return result
 
 
@@ -105,8 +107,8 @@ def test_samples_share_steps_as_often_as_groups_of_blocks_imply() -> None:
     for epoch in range(2, 80):
         drawn = epoch_of(order, epoch)
         for i in range(0, order.size, step * 4):
-            own = drawn[i : i + step]
-            steps, blocks = before[own] // step, own // BLOCK
+            of_step = drawn[i : i + step]
+            steps, blocks = before[of_step] // step, of_step // BLOCK
             again += int((steps[:, None] == steps)[upper].sum())
             of_block += int((blocks[:, None] == blocks)[upper].sum())
             pairs += len(upper[0])
@@ -141,7 +143,7 @@ def test_epoch_ascends_and_ties_are_shuffled(means: list[float], begin: int, cou
 def sample_means(index: SampleIndex, scores: np.ndarray) -> np.ndarray:
     """Return the mean scores by the definition, weighted by tokens in the sample."""
     samples = [np.array(index.sample(number)[1]).T for number in range(index.num_samples)]
-    return np.array([np.average(scores[of[0]], weights=of[2]) for of in samples])
+    return np.array([np.average(scores[segments[0]], weights=segments[2]) for segments in samples])
 
 
 def schedule_of(folder: Path, scores: np.ndarray, **options: Any) -> Schedule:
@@ -158,22 +160,22 @@ def schedule_of(folder: Path, scores: np.ndarray, **options: Any) -> Schedule:
 def test_samples_are_sorted_by_mean_score(tmp_path: Path, score_order: str) -> None:
     """Other sources are shuffled; tests/data/test_programs.py covers stages."""
     scores = np.random.default_rng(0).normal(size=300)
-    ours = schedule_of(tmp_path, scores, score_order=score_order)
-    index = ours.samples.indices[0]
-    plain = Schedule(ours.samples.indices, weights=[2, 1], tokens_per_step=128, seed=3)
+    scored = schedule_of(tmp_path, scores, score_order=score_order)
+    index = scored.samples.indices[0]
+    plain = Schedule(scored.samples.indices, weights=[2, 1], tokens_per_step=128, seed=3)
     means = sample_means(index, scores) * (1 if score_order == "ascending" else -1)
     bounds = index.bucket_sample_offsets.tolist()
-    assert ours.capacities == index.bucket_capacity.tolist() == [16, 32]
+    assert scored.capacities == index.bucket_capacity.tolist() == [16, 32]
     for capacity, begin, end in zip((16, 32), bounds[:-1], bounds[1:], strict=True):
-        order = ours.stages[0].order_at(0, capacity, 0)[0]
+        order = scored.stages[0].order_at(0, capacity, 0)[0]
         epoch = begin + order.samples(0, end - begin)
         assert sorted(epoch.tolist()) == list(range(begin, end))
         assert (np.diff(means[epoch]) >= 0).all()
     for step in range(40):
-        (draw,), (other,) = ours.step(step).draws, plain.step(step).draws
-        second, there = (ours.samples.locate(d.sample_ids)[0] == 1 for d in (draw, other))
-        assert draw.capacity == other.capacity and (second == there).all()
-        assert draw.sample_ids[second].tolist() == other.sample_ids[there].tolist()
+        (draw,), (other,) = scored.step(step).draws, plain.step(step).draws
+        second, other_second = (scored.samples.locate(d.sample_ids)[0] == 1 for d in (draw, other))
+        assert draw.capacity == other.capacity and (second == other_second).all()
+        assert draw.sample_ids[second].tolist() == other.sample_ids[other_second].tolist()
 
 
 def test_scores_are_part_of_the_resume_identity(tmp_path: Path) -> None:

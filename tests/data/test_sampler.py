@@ -59,8 +59,8 @@ def launches(draw: st.DrawFn) -> dict[str, Any]:
 def samplers(
     schedule: Schedule, size: int, micro_batch_tokens: int, **options: Any
 ) -> list[BucketBatchSampler]:
-    own = [of_rank(rank, size, micro_batch_tokens, **options) for rank in range(size)]
-    return [BucketBatchSampler(schedule, **arguments) for arguments in own]
+    of_ranks = [of_rank(rank, size, micro_batch_tokens, **options) for rank in range(size)]
+    return [BucketBatchSampler(schedule, **arguments) for arguments in of_ranks]
 
 
 @given(launch=launches(), dealing=st.sampled_from(["balanced", "in_order"]))
@@ -100,10 +100,10 @@ def test_pad_last_gives_some_ranks_empty_micro_batches(size: int, micro_batches:
             samplers(schedule, size, 64)
     ranks = samplers(schedule, size, 64, pad_last=True)
     batches = [sampler.micro_batches(3) for sampler in ranks]
-    assert {len(own) for own in batches} == {-(-micro_batches // size)}
-    ids = [i for own in batches for batch in own for i in batch]
+    assert {len(of_rank) for of_rank in batches} == {-(-micro_batches // size)}
+    ids = [i for of_rank in batches for batch in of_rank for i in batch]
     assert sorted(ids) == sorted(schedule.step(3).sample_ids.tolist())
-    empty = sum(len(batch) == 0 for own in batches for batch in own)
+    empty = sum(len(batch) == 0 for of_rank in batches for batch in of_rank)
     assert empty == size * -(-micro_batches // size) - micro_batches
 
 
@@ -116,7 +116,9 @@ def dealt(costs: list[int], sizes: list[int]) -> list[int]:
         return sum(costs[i] for i in bins[b])
 
     for item in sorted(range(len(costs)), key=lambda i: -costs[i]):
-        bins[min((b for b, own in enumerate(bins) if len(own) < sizes[b]), key=load)].append(item)
+        bins[
+            min((b for b, members in enumerate(bins) if len(members) < sizes[b]), key=load)
+        ].append(item)
     for _ in range(64):
         fullest = max(range(len(bins)), key=load)
         best = load(fullest)
@@ -133,7 +135,7 @@ def dealt(costs: list[int], sizes: list[int]) -> list[int]:
             break
         other, i, j = chosen
         bins[fullest][i], bins[other][j] = bins[other][j], bins[fullest][i]
-    return [i for own in bins for i in sorted(own, key=lambda i: (-costs[i], i))]
+    return [i for members in bins for i in sorted(members, key=lambda i: (-costs[i], i))]
 
 
 @given(sizes=st.lists(st.integers(0, 6), min_size=1, max_size=7), data=st.data())
@@ -220,9 +222,9 @@ def test_samples_of_a_row_begin_at_equal_distances(
 def test_the_epoch_is_the_default_length() -> None:
     schedule = Schedule(INDEX, tokens_per_step=128)
     [whole] = samplers(schedule, 1, 128)
-    [rest] = samplers(schedule, 1, 128, start_step=5)
-    assert len(whole) == schedule.num_steps() == len(rest) + 5
-    assert [b.step for b in rest] == list(range(5, schedule.num_steps()))
+    [later] = samplers(schedule, 1, 128, start_step=5)
+    assert len(whole) == schedule.num_steps() == len(later) + 5
+    assert [b.step for b in later] == list(range(5, schedule.num_steps()))
 
 
 def test_a_rank_sorts_only_its_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:

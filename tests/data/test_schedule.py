@@ -70,11 +70,11 @@ def test_samples_come_once_per_epoch(counts: dict[int, int], options: dict[str, 
         seen.setdefault(step.capacity, []).extend(step.sample_ids.tolist())
     base = 0
     for b, (capacity, count) in enumerate(sorted(counts.items())):
-        stream, own = seen[capacity], list(range(base, base + count))
+        stream, expected_ids = seen[capacity], list(range(base, base + count))
         unused = len(stream) - num_epochs * count
         assert 0 <= unused < schedule.stages[0].samples_per_draw[b]
         for epoch in range(num_epochs):  # exactly
-            assert sorted(stream[epoch * count : (epoch + 1) * count]) == own
+            assert sorted(stream[epoch * count : (epoch + 1) * count]) == expected_ids
         base += count
 
 
@@ -171,9 +171,9 @@ def test_integers_of_numpy_are_kept_as_json() -> None:
 @pytest.mark.parametrize("order", ORDERS)
 def test_schedules_can_be_pickled(order: str) -> None:
     schedule = Schedule(packed_index(), tokens_per_step=256, order=order, cost_window=3)
-    there = pickle.loads(pickle.dumps(schedule))
+    unpickled = pickle.loads(pickle.dumps(schedule))
     for i in range(5):
-        assert there.step(i).sample_ids.tolist() == schedule.step(i).sample_ids.tolist()
+        assert unpickled.step(i).sample_ids.tolist() == schedule.step(i).sample_ids.tolist()
 
 
 def test_bucket_below_a_draw_is_used_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -198,13 +198,13 @@ def spread_of_costs(schedule: Schedule, num_steps: int) -> float:
     """Return the largest over mean cost of the samples of a step, mean over steps."""
     cost = schedule.samples.attention_cost
     costs = [cost(schedule.step(i).sample_ids, 64) for i in range(num_steps)]
-    return float(np.mean([of.max() / of.mean() for of in costs]))
+    return float(np.mean([of_step.max() / of_step.mean() for of_step in costs]))
 
 
 def test_cost_windows_give_draws_samples_of_similar_cost() -> None:
     """Cover epochs that end inside a window, blended sources, and a stage that ends the window."""
     lengths = [np.random.default_rng(0).integers(2, high, 9_000) for high in (64, 40)]
-    short, long = (pack(own, "concat", buckets=[64]) for own in lengths)
+    short, long = (pack(of_source, "concat", buckets=[64]) for of_source in lengths)
     options = {"tokens_per_step": 64 * 8, "seed": 1}
     stages = [Stage(from_step=150, weights={"a": 1, "b": 2}, tokens_per_step=64 * 16)]
     blend = {"weights": [2, 1], "names": ["a", "b"], "stages": stages}
@@ -222,7 +222,9 @@ def test_cost_windows_give_draws_samples_of_similar_cost() -> None:
 def test_order_of_cost_windows_is_golden() -> None:
     """Golden: if these numbers change, every run in progress changes; raise ORDER_VERSION."""
     lengths = np.random.default_rng(5).integers(1, 17, 400)
-    indices = [pack(own, "bucket", buckets=[8, 16]) for own in (lengths[:300], lengths[300:])]
+    indices = [
+        pack(of_source, "bucket", buckets=[8, 16]) for of_source in (lengths[:300], lengths[300:])
+    ]
     schedule = Schedule(indices, weights=[2, 1], tokens_per_step=64, seed=9, cost_window=4)
     assert schedule.step(5).sample_ids.tolist() == GOLDEN_WINDOW_STEPS[0]
     assert schedule.step(200).sample_ids.tolist() == GOLDEN_WINDOW_STEPS[1]

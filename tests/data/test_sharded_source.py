@@ -65,9 +65,9 @@ def merged_index(index: ShardedIndex, dataset: IndexedDataset) -> SampleIndex:
     samples: dict[int, list[list[tuple[int, int, int]]]] = {capacity: [] for capacity in BUCKETS}
     first = 0
     for number, shard in enumerate(index.shards):
-        own = index.open(number)
-        for i in range(own.num_samples):
-            bucket, segments = own.sample(i)
+        shard_index = index.open(number)
+        for i in range(shard_index.num_samples):
+            bucket, segments = shard_index.sample(i)
             moved = [(first + document, begin, n) for document, begin, n in segments]
             samples[BUCKETS[bucket]].append(moved)
         first += shard.num_documents
@@ -79,14 +79,14 @@ def test_shards_may_be_empty(tmp_path: Path, sizes: list[int]) -> None:
     """Also if all but one are empty: an empty document is in no sample."""
     prefixes = [str(tmp_path / f"shard{i}") for i in range(len(sizes))]
     documents = [random_documents([5] * size or [0], seed=i) for i, size in enumerate(sizes)]
-    for prefix, own in zip(prefixes, documents, strict=True):
-        write_documents(Path(prefix), own)
+    for prefix, of_shard in zip(prefixes, documents, strict=True):
+        write_documents(Path(prefix), of_shard)
     data = PackedDataset(None, sharded(tmp_path / "web.shards.json", prefixes), names=["web"])
     schedule = Schedule(data, tokens_per_step=16 * len(data))
     [batch] = build_loader(data, schedule, **of_rank(micro=16 * len(data)))
     kept = batch["loss_mask"] > 0
     seen = batch["tokens"][kept].tolist()
-    assert sorted(seen) == sorted(t for own in documents for d in own for t in d[:-1])
+    assert sorted(seen) == sorted(t for of_shard in documents for d in of_shard for t in d[:-1])
     assert int(kept.sum()) == schedule.step(0).num_label_tokens == 4 * sum(sizes)
 
 
@@ -109,18 +109,21 @@ def test_ids_are_located_in_every_layout_of_shards() -> None:
                     places.append((first_shard + shard, int(before[shard, bucket]) + i))
             first_shard += len(counts)
         ids = random.permutation(len(places))
-        found = np.stack(shards.locate(ids), axis=1).tolist()
-        assert found == [list(places[i]) for i in ids.tolist()]
+        located = np.stack(shards.locate(ids), axis=1).tolist()
+        assert located == [list(places[i]) for i in ids.tolist()]
         for shard in range(first_shard):
-            own = [i for i, place in enumerate(places) if place[0] == shard]
-            assert sorted(shards.ids(shard).tolist()) == own
+            of_shard = [i for i, place in enumerate(places) if place[0] == shard]
+            assert sorted(shards.ids(shard).tolist()) == of_shard
 
 
 def index_of_counts(counts: np.ndarray) -> ShardedIndex:
     """Return shards with these numbers of samples per bucket, without files."""
     none = dict.fromkeys((f.name for f in dataclasses.fields(PackedShard)), None)
     none["num_documents"] = 1
-    rows = [PackedShard(**{**none, "samples_per_bucket": tuple(own)}) for own in counts.tolist()]
+    rows = [
+        PackedShard(**{**none, "samples_per_bucket": tuple(of_shard)})
+        for of_shard in counts.tolist()
+    ]
     how = {"strategy": "bucket", "parameters": {}, "buckets": [], "seed": 0}
     capacities = np.arange(1, counts.shape[1] + 1)
     return ShardedIndex(path="none", shards=tuple(rows), bucket_capacity=capacities, **how)
@@ -146,11 +149,15 @@ class Corpus:
         """Return the sharded and the merged dataset."""
         pair = ((None, self.index), (self.dataset, self.merged))
         if not blend:
-            ours, theirs = (PackedDataset(*web, names=["web"], **options) for web in pair)
-            return ours, theirs
+            sharded_data, merged_data = (
+                PackedDataset(*web, names=["web"], **options) for web in pair
+            )
+            return sharded_data, merged_data
         how: dict[str, Any] = {"names": ["other", "web"], "weights": [1, 3], **options}
-        ours, theirs = (PackedDataset(*zip(self.other, web, strict=True), **how) for web in pair)
-        return ours, theirs
+        sharded_data, merged_data = (
+            PackedDataset(*zip(self.other, web, strict=True), **how) for web in pair
+        )
+        return sharded_data, merged_data
 
 
 @pytest.fixture(scope="module")
@@ -168,12 +175,12 @@ def batches(packed: PackedDataset, num_steps: int = 12, **options: Any) -> list[
 
 def test_batches_equal_those_of_the_merged_dataset(corpus: Corpus) -> None:
     """Compare three epochs, with assignment costs and label counts from the shards."""
-    ours, theirs = corpus.both()
-    assert len(ours) == len(theirs) > 60
-    assert_same_batches(*(batches(packed, 30, cu_seqlens="padded") for packed in (ours, theirs)))
-    schedule = schedule_of(ours)
+    sharded, merged = corpus.both()
+    assert len(sharded) == len(merged) > 60
+    assert_same_batches(*(batches(packed, 30, cu_seqlens="padded") for packed in (sharded, merged)))
+    schedule = schedule_of(sharded)
     drawn = np.concatenate([schedule.step(i).sample_ids for i in range(schedule.num_steps())])
-    assert set(drawn.tolist()) == set(range(len(ours))), "an epoch has every sample"
+    assert set(drawn.tolist()) == set(range(len(sharded))), "an epoch has every sample"
 
 
 def test_in_a_blend_with_stages_lists_windows_and_scores(corpus: Corpus, tmp_path: Path) -> None:
@@ -190,27 +197,32 @@ def test_in_a_blend_with_stages_lists_windows_and_scores(corpus: Corpus, tmp_pat
     scores = [None, Scores(path=str(tmp_path / "quality.npy"), order="descending")]
     pair = corpus.both(blend=True, stages=stages, scores=scores)
     assert_same_batches(*(batches(packed) for packed in pair))
-    ours, theirs = map(schedule_of, pair)
-    assert plan_run(ours, 20).table() == plan_run(theirs, 20).table()
-    assert plan_exclusions(ours, 20) == plan_exclusions(theirs, 20) != []
+    sharded, merged = map(schedule_of, pair)
+    assert plan_run(sharded, 20).table() == plan_run(merged, 20).table()
+    assert plan_exclusions(sharded, 20) == plan_exclusions(merged, 20) != []
     for sample in range(0, len(pair[0]), 7):
         assert pair[0].samples.segments(sample) == pair[1].samples.segments(sample)
-        assert ours.steps_of(sample, 40) == theirs.steps_of(sample, 40)
+        assert sharded.steps_of(sample, 40) == merged.steps_of(sample, 40)
     for document in (0, 40, 41, 130, 131, 163):
-        found = pair[0].samples.samples_of(1, document)
-        assert found == pair[1].samples.samples_of(1, document) and found
-    left, passes = unseen_documents(ours, 1, 9)
-    expected, as_many = unseen_documents(theirs, 1, 9)
-    assert left.tolist() == expected.tolist() and passes == as_many and len(left) > 5
+        holders = pair[0].samples.samples_of(1, document)
+        assert holders == pair[1].samples.samples_of(1, document) and holders
+    unseen, passes = unseen_documents(sharded, 1, 9)
+    expected, as_many = unseen_documents(merged, 1, 9)
+    assert unseen.tolist() == expected.tolist() and passes == as_many and len(unseen) > 5
     with pytest.raises(ConfigError, match="document 164 of web: it has 164 documents"):
         pair[0].samples.samples_of(1, 164)
 
 
 def test_bare_indices_make_the_same_schedule(corpus: Corpus) -> None:
-    ours, theirs = (schedule_of(index, cost_window=4) for index in (corpus.index, corpus.merged))
+    sharded_schedule, merged_schedule = (
+        schedule_of(index, cost_window=4) for index in (corpus.index, corpus.merged)
+    )
     for i in range(10):
-        assert ours.step(i).sample_ids.tolist() == theirs.step(i).sample_ids.tolist()
-        assert ours.step(i).num_label_tokens == theirs.step(i).num_label_tokens
+        assert (
+            sharded_schedule.step(i).sample_ids.tolist()
+            == merged_schedule.step(i).sample_ids.tolist()
+        )
+        assert sharded_schedule.step(i).num_label_tokens == merged_schedule.step(i).num_label_tokens
 
 
 def moved(folder: Path, to: Path, number: int) -> None:
@@ -261,10 +273,10 @@ def test_a_shard_that_changed_is_refused_by_name_when_it_is_opened(tmp_path: Pat
 
 
 def test_worker_processes_get_the_same_shards(corpus: Corpus) -> None:
-    ours, theirs = corpus.both()
-    [again] = pickle.loads(pickle.dumps([ours]))
-    for sample in range(0, len(theirs), 11):
-        assert torch.equal(again[sample]["tokens"], theirs[sample]["tokens"])
+    sharded, merged = corpus.both()
+    [again] = pickle.loads(pickle.dumps([sharded]))
+    for sample in range(0, len(merged), 11):
+        assert torch.equal(again[sample]["tokens"], merged[sample]["tokens"])
 
 
 def test_labels_of_shards_are_found_by_name(tmp_path: Path) -> None:
@@ -395,19 +407,28 @@ def arranged(source: str, output: Path, **how: Any) -> Arranger:
 
 def test_samples_are_those_of_the_source_with_their_labels(source: str, tmp_path: Path) -> None:
     arranger = arranged(source, tmp_path / "new.shards.json", seed=1)
-    ours, theirs = (PackedDataset(None, path) for path in (tmp_path / "new.shards.json", source))
-    assert len(ours) == len(theirs) > 200 and arranger.num_shards > 3
+    arranged_data, source_data = (
+        PackedDataset(None, path) for path in (tmp_path / "new.shards.json", source)
+    )
+    assert len(arranged_data) == len(source_data) > 200 and arranger.num_shards > 3
     chunks = [ids for n in range(arranger.num_shards) for _, ids in arranger._chunks(n)]
-    order, offsets = np.concatenate(chunks), theirs.samples.indices[0].bucket_sample_offsets
+    order, offsets = np.concatenate(chunks), source_data.samples.indices[0].bucket_sample_offsets
     order = order[np.argsort(np.searchsorted(offsets, order, side="right"), kind="stable")]
-    assert sorted(order.tolist()) == list(range(len(theirs))) != order.tolist()
-    cut, weights = 0, {float(w) for sample in range(len(ours)) for w in ours[sample]["loss_mask"]}
+    assert sorted(order.tolist()) == list(range(len(source_data))) != order.tolist()
+    cut, weights = (
+        0,
+        {
+            float(w)
+            for sample in range(len(arranged_data))
+            for w in arranged_data[sample]["loss_mask"]
+        },
+    )
     assert weights == {0, 0.25, 0.5, 0.75, 1}
-    for sample in range(len(ours)):
-        found, wanted = ours[sample], theirs[int(order[sample])]
+    for sample in range(len(arranged_data)):
+        actual, wanted = arranged_data[sample], source_data[int(order[sample])]
         for name in ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens"):
-            assert torch.equal(found[name], wanted[name]), (sample, name)
-        cut += int(found["labels"][found["cu_seqlens"][1] - 1] != -100)
+            assert torch.equal(actual[name], wanted[name]), (sample, name)
+        cut += int(actual["labels"][actual["cu_seqlens"][1] - 1] != -100)
     assert cut > 5, "documents that go on in another sample are among them"
 
 
@@ -430,8 +451,10 @@ def test_the_first_epoch_reads_every_bucket_sequentially(source: str, tmp_path: 
         segments = shards.index(shard).segment_document
         assert segments.tolist() == list(range(len(segments))), "and so are its tokens"
     sample = int(schedule.step(0).sample_ids[0])
-    found = schedule.steps_of(sample, schedule.num_steps(3))
-    assert len(found) == 3 and all(sample in schedule.step(i).sample_ids for i in found)
+    steps_of_sample = schedule.steps_of(sample, schedule.num_steps(3))
+    assert len(steps_of_sample) == 3 and all(
+        sample in schedule.step(i).sample_ids for i in steps_of_sample
+    )
 
 
 def test_parts_and_a_stopped_build_write_the_same_bytes(source: str, tmp_path: Path) -> None:
@@ -441,9 +464,8 @@ def test_parts_and_a_stopped_build_write_the_same_bytes(source: str, tmp_path: P
     manifest = tmp_path / "b" / "new.shards.json"
     arranger = arranged(source, manifest, seed=4, part=(1, 2))
     assert not manifest.exists()
-    (
-        arranger.folder / "000003.samples"
-    ).unlink()  # like a build that was killed before its last file
+    # like a build that was killed before its last file
+    (arranger.folder / "000003.samples").unlink()
     kept = (arranger.folder / "000001.bin").stat().st_mtime_ns
     arrange(pickle.loads(pickle.dumps(arranger)), lambda _: None)  # as in a worker process
     assert (arranger.folder / "000001.bin").stat().st_mtime_ns == kept
@@ -468,7 +490,9 @@ def test_existing_shards_are_replaced_only_with_overwrite(source: str, tmp_path:
     index = load_shards(output)
     assert index.arranged is not None and index.arranged.seed == 9
     assert index.fingerprint.endswith("shards, arranged")
-    with pytest.raises(ConfigError, match="is an arranged source: add datasets to the one"):
+    with pytest.raises(
+        ConfigError, match="is an arranged source: add datasets to the source it was"
+    ):
         plan_packing(str(output), [], {"buckets": BUCKETS})
     with pytest.raises(ConfigError, match="must be another"):
         plan_arrangement(source, source)
@@ -492,9 +516,14 @@ def test_arranging_loses_groups_with_an_error(tmp_path: Path) -> None:
 def test_metadata_that_is_still_true_is_kept(tmp_path: Path) -> None:
     """Facts that all meta files share are kept, such as the tokenizer, but not the end token or the
     command."""
-    told = {"tokenizer": {"digest": "t"}, "licence": "mit", "document_end_token": 0, "plan": "p"}
+    metadata = {
+        "tokenizer": {"digest": "t"},
+        "licence": "mit",
+        "document_end_token": 0,
+        "plan": "p",
+    }
     for name, more in (("a", {}), ("b", {"licence": "other"})):
-        about = {"vocab_size": 300, "metadata": {**told, "command": name, **more}}
+        about = {"vocab_size": 300, "metadata": {**metadata, "command": name, **more}}
         with IndexedDatasetBuilder(tmp_path / name, np.uint16, **about) as builder:
             for _ in range(40):
                 builder.add_document([*range(1, 20), 0])
@@ -504,7 +533,7 @@ def test_metadata_that_is_still_true_is_kept(tmp_path: Path) -> None:
     index = load_shards(tmp_path / "new.shards.json")
     meta = IndexedDataset(index.shards[0].prefix).meta
     assert meta is not None and own_metadata(meta).keys() == {"tokenizer", "arranged"}
-    assert meta["tokenizer"] == told["tokenizer"] and meta["vocab_size"] == 300
+    assert meta["tokenizer"] == metadata["tokenizer"] and meta["vocab_size"] == 300
     assert not any(map(has_errors, verify_shard(index, 0).values()))
 
 

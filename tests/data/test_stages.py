@@ -305,8 +305,8 @@ def test_loss_weights_are_kept_where_a_stage_does_not_name_them_and_change_no_sa
         Stage(from_step=5, loss_weights={"s0": 3}),  # no effect
         Stage(from_step=6, loss_weights={"s0": 1, "s1": 1}),
     )
-    found = [(stage.begin, stage.loss_weights) for stage in weighed.program]
-    assert found == [(0, None), (2, (1.0, 0.5)), (4, (3.0, 0.5)), (6, None)]
+    weights_of_stages = [(stage.begin, stage.loss_weights) for stage in weighed.program]
+    assert weights_of_stages == [(0, None), (2, (1.0, 0.5)), (4, (3.0, 0.5)), (6, None)]
     assert ids(weighed, range(12)) == ids(plain, range(12))
 
 
@@ -318,14 +318,14 @@ def test_fim_rates_are_kept_where_a_stage_does_not_name_them() -> None:
         Stage(from_step=6, fim_rates={"s0": 0.0, "s1": 0.0}),
     ]
     mixture = Mixture(weights=[1.0, 3.0], stages=stages, fim=fim).of(NAMES[:2])
-    found = [stage.fim_rates for stage in resolve(ScheduleConfig(tokens_per_step=96), mixture)]
-    assert found == [(0.5, 0.5), (0.5, 0.25), (0.75, 0.25), None]
+    rates = [stage.fim_rates for stage in resolve(ScheduleConfig(tokens_per_step=96), mixture)]
+    assert rates == [(0.5, 0.5), (0.5, 0.25), (0.75, 0.25), None]
 
 
 def test_label_weights_of_a_step_add_up_over_ranks() -> None:
     schedule = schedule_of(Stage(from_step=1, loss_weights={"s1": 0.25}))
-    own = [of_rank(rank, 3, 32, weighted_loss=True) for rank in range(3)]
-    ranks = [BucketBatchSampler(schedule, **arguments) for arguments in own]
+    sampler_arguments = [of_rank(rank, 3, 32, weighted_loss=True) for rank in range(3)]
+    ranks = [BucketBatchSampler(schedule, **arguments) for arguments in sampler_arguments]
     plain, weighed = ([b for rank in ranks for b in rank.micro_batches(step)] for step in (0, 1))
     assert not any("step_label_weight" in batch.about() for batch in plain)
     total, samples = 0.0, schedule.samples
@@ -395,19 +395,19 @@ def test_chained_runs_equal_one_run(
     def fresh() -> Schedule:  # every leg is a new process
         return Schedule(INDEX, tokens_per_step=TOKENS, order=order, cost_window=cost_window)
 
-    found: list[list[int]] = []
+    chained: list[list[int]] = []
     state = fresh().state_dict(0)
     for (size, micro), num_steps in legs:
         schedule = fresh()
-        assert schedule.resume_step(json.loads(json.dumps(state))) == len(found)
-        span = {"start_step": len(found), "num_steps": num_steps}
+        assert schedule.resume_step(json.loads(json.dumps(state))) == len(chained)
+        span = {"start_step": len(chained), "num_steps": num_steps}
         steps: list[list[int]] = [[] for _ in range(num_steps)]
         for rank in range(size):
             for batch in BucketBatchSampler(schedule, **of_rank(rank, size, micro, **span)):
-                steps[batch.step - len(found)].extend(batch)
-        found += map(sorted, steps)
-        state = schedule.state_dict(len(found))
-    assert found == [sorted(step) for step in ids(fresh(), range(len(found)))]
+                steps[batch.step - len(chained)].extend(batch)
+        chained += map(sorted, steps)
+        state = schedule.state_dict(len(chained))
+    assert chained == [sorted(step) for step in ids(fresh(), range(len(chained)))]
 
 
 CHANGES: list[tuple[str, dict[str, Any]]] = [

@@ -83,8 +83,8 @@ def test_window_of_a_step_reaches_batches_and_assigned_work(data: PackedDataset)
     for cu_seqlens in ("exact", "padded"):
         batches, shapes = [], set()
         for rank in range(2):
-            own = of_rank(rank, 2, num_steps=6, cu_seqlens=cu_seqlens)
-            batches += list(build_loader(data, schedule, **own))
+            arguments = of_rank(rank, 2, num_steps=6, cu_seqlens=cu_seqlens)
+            batches += list(build_loader(data, schedule, **arguments))
         for batch in batches:
             shapes.add((batch["capacity"], batch["cu_seqlens"].shape))
             assert batch.get("attention_window") == (16 if batch["step"] in (2, 3) else None)
@@ -160,13 +160,13 @@ def test_pieces_have_the_mean_shares_of_their_steps(
 ) -> None:
     before, after = ([pair[i] for pair in weights] for i in range(2))
     ramp = Ramp(until_step=begin + length, shape=shape, pieces=pieces)
-    *found, last = ramp_pieces(ramp, begin, begin + length, before, after)
+    *ramp_parts, last = ramp_pieces(ramp, begin, begin + length, before, after)
     assert last == (begin + length, tuple(after))
-    starts = [start for start, _ in found] + [begin + length]
-    assert starts[0] == begin and len(found) == min(pieces, length)
+    starts = [start for start, _ in ramp_parts] + [begin + length]
+    assert starts[0] == begin and len(ramp_parts) == min(pieces, length)
     assert max(np.diff(starts)) - min(np.diff(starts)) <= 1
     old, new = np.array(before) / sum(before), np.array(after) / sum(after)
-    for (low, shares), high in zip(found, starts[1:], strict=True):
+    for (low, shares), high in zip(ramp_parts, starts[1:], strict=True):
         assert sum(shares) == pytest.approx(1) and min(shares) >= 0
         middles = low - begin + (np.arange(2000) + 0.5) / 2000 * (high - low)
         mean = np.mean([progress(shape, x / length) for x in middles.tolist()])

@@ -99,24 +99,24 @@ class Pool:
     def better_pair(self, single: Segment, space: int, threshold: Fraction) -> Sample | None:
         """Lines 6 to 12, with the space before ``single`` as the limit of the pair."""
         others = [d for d in self.documents if d is not single]
-        rest = space - single.length
-        if not others or not min(d.length for d in others) > rest > threshold:
+        space_left = space - single.length
+        if not others or not min(d.length for d in others) > space_left > threshold:
             return None
         others.sort(key=lambda d: -d.length)  # stable: equally long ones in order of arrival
         # a pair with more tokens than the single document
-        found, best = None, (single.length, space)
+        pair, best = None, (single.length, space)
         for a, b in combinations(others, 2):
             both = a.length + b.length
             if both <= space and (both, a.length) > best:
-                best, found = (both, a.length), [a, b]
-        return found
+                best, pair = (both, a.length), [a, b]
+        return pair
 
     def take_head(self, document: Segment, count: int) -> Segment:
         """Take the first tokens of a document; the remainder returns to the pool as the last
         arrival."""
         self.documents.remove(document)
-        head, rest = head_and_rest(document, count)
-        self.documents.append(rest)
+        head, remainder = head_and_rest(document, count)
+        self.documents.append(remainder)
         return head
 
 
@@ -195,7 +195,7 @@ def bucket(
     # one pool of all documents without full chunks: is the padding worth saving?
     if promote == "auto":
         _, rests = cut(whole(lengths), buckets[-1])
-        shorter = [rest.length for rest in rests]
+        shorter = [remainder.length for remainder in rests]
         off, slots = padding_of(drained(shorter, padding, len(shorter) or 1, seed))
         on, _ = padding_of(drained(shorter, promoting, len(shorter) or 1, seed))
         promote = "on" if on < off and 1000 * off > slots else "off"
@@ -216,10 +216,10 @@ def decompose(
     sizes = [1 << k for k in range(64) if smallest <= 1 << k <= buckets[-1]]
     packed: dict[int, list[Sample]] = {size: [] for size in sizes}
     dropped = 0
-    for rest in whole(lengths):
+    for remainder in whole(lengths):
         for size in reversed(sizes):
-            while rest.length >= size:
-                piece, rest = head_and_rest(rest, size)  # noqa: PLW2901
+            while remainder.length >= size:
+                piece, remainder = head_and_rest(remainder, size)  # noqa: PLW2901
                 packed[size].append([piece])
-        dropped += rest.length
+        dropped += remainder.length
     return Packing(packed, dropped)

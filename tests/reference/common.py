@@ -38,12 +38,12 @@ def head_and_rest(segment: Segment, tokens: int) -> tuple[Segment, Segment]:
 def cut(documents: list[Segment], capacity: int) -> tuple[list[Segment], list[Segment]]:
     """Return full chunks, and the remainder of each document; both in the order of documents."""
     chunks, rests = [], []
-    for rest in documents:
-        while rest.length >= capacity:
-            chunk, rest = head_and_rest(rest, capacity)  # noqa: PLW2901
+    for remainder in documents:
+        while remainder.length >= capacity:
+            chunk, remainder = head_and_rest(remainder, capacity)  # noqa: PLW2901
             chunks.append(chunk)
-        if rest.length > 0:
-            rests.append(rest)
+        if remainder.length > 0:
+            rests.append(remainder)
     return chunks, rests
 
 
@@ -51,12 +51,12 @@ def joined(segments: Iterable[Segment], capacity: int) -> list[Sample]:
     """Cut a stream every ``capacity`` tokens; the last sample may be short."""
     samples: list[Sample] = []
     room = 0
-    for rest in segments:
-        while rest.length > 0:
+    for remainder in segments:
+        while remainder.length > 0:
             if room == 0:
                 samples.append([])
                 room = capacity
-            piece, rest = head_and_rest(rest, min(room, rest.length))  # noqa: PLW2901
+            piece, remainder = head_and_rest(remainder, min(room, remainder.length))  # noqa: PLW2901
             samples[-1].append(piece)
             room -= piece.length
     return samples
@@ -97,15 +97,17 @@ def aligned(
     """Apply a strategy with room for alignment and sentinels: pack the ``places`` of the documents,
     and keep the tokens of each piece; pieces without tokens are dropped."""
     given = [places(length, buckets[-1], alignment, fim_room) for length in lengths]
-    packing = definition([len(found) for found in given], buckets, seed, **parameters)
+    packing = definition(
+        [len(tokens_and_room) for tokens_and_room in given], buckets, seed, **parameters
+    )
     samples: dict[int, list[Sample]] = {}
     for capacity, bucket in packing.buckets.items():
         samples[capacity] = []
         for sample in bucket:
             kept: Sample = []
             for d, begin, length in sample:
-                own = [t for t in given[d][begin : begin + length] if t is not None]
-                kept += [Segment(d, own[0], len(own))] if own else []
+                without_room = [t for t in given[d][begin : begin + length] if t is not None]
+                kept += [Segment(d, without_room[0], len(without_room))] if without_room else []
             samples[capacity] += [kept] if kept else []
     segments = [s for bucket in samples.values() for sample in bucket for s in sample]
     placed = Counter((d, begin + i) for d, begin, length in segments for i in range(length))

@@ -61,8 +61,8 @@ def transform_document(tokens: list[int], fim: Fim, key: int) -> Told:
     ends = tokens[-1] == fim.eod
     body = tokens[: len(tokens) - ends]
     first, second = cuts(body, fim, key)
-    prefix, rest = between(body, fim, (0, 0), first), (len(body), 0)
-    middle, suffix = between(body, fim, first, second), between(body, fim, second, rest)
+    prefix, end_cut = between(body, fim, (0, 0), first), (len(body), 0)
+    middle, suffix = between(body, fim, first, second), between(body, fim, second, end_cut)
     if unit(key, 1) < fim.spm_rate:
         parts = [[fim.prefix], [fim.suffix], suffix, [fim.middle], prefix, middle]
     else:
@@ -117,15 +117,15 @@ def text_of(token: int, fim: Fim) -> bytes:
 
 
 def between(body: list[int], fim: Fim, begin: Cut, end: Cut) -> Told:
-    found: Told = []
+    result: Told = []
     (t, inside), (last, until) = begin, end
     if inside:
-        found += [(token, t) for token in (fim.parts or {})[body[t], inside].right]
+        result += [(token, t) for token in (fim.parts or {})[body[t], inside].right]
         t += 1
-    found += [(body[i], i) for i in range(t, last)]
+    result += [(body[i], i) for i in range(t, last)]
     if until:
-        found += [(token, last) for token in (fim.parts or {})[body[last], until].left]
-    return found
+        result += [(token, last) for token in (fim.parts or {})[body[last], until].left]
+    return result
 
 
 # ---- Samples
@@ -165,10 +165,10 @@ def transformed(
             if not whole or not unit(key, 0) < rates[i]:
                 result.samples[-1].append((d, begin, length))
                 continue
-            found = transform_document(documents[d], fim, key)
-            result.samples[-1].append((len(result.documents), 0, len(found)))
+            new_tokens = transform_document(documents[d], fim, key)
+            result.samples[-1].append((len(result.documents), 0, len(new_tokens)))
             result.which.append((i, s))
-            result.documents.append([token for token, _ in found])
+            result.documents.append([token for token, _ in new_tokens])
             if weights is not None and result.weights is not None:
-                result.weights.append([weights[d][at] for _, at in found])
+                result.weights.append([weights[d][at] for _, at in new_tokens])
     return result

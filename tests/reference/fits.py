@@ -19,16 +19,16 @@ class Bin:
 def fitted(rests: list[Segment], capacity: int, *, best: bool) -> list[Bin]:
     """Put remainders, longest first, into the first (or fullest) bin with room, or a new one."""
     bins: list[Bin] = []
-    for now, rest in enumerate(sorted(rests, key=lambda rest: -rest.length)):
-        fitting = [b for b in bins if b.space >= rest.length]
+    for now, remainder in enumerate(sorted(rests, key=lambda remainder: -remainder.length)):
+        fitting = [b for b in bins if b.space >= remainder.length]
         if best:
             fitting.sort(key=lambda b: (b.space, b.reached))
         if not fitting:
             bins.append(Bin(capacity))
             fitting = [bins[-1]]
         chosen = fitting[0]
-        chosen.segments.append(rest)
-        chosen.space -= rest.length
+        chosen.segments.append(remainder)
+        chosen.space -= remainder.length
         chosen.reached = now
     return bins
 

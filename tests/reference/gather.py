@@ -179,7 +179,12 @@ def denominator_of(
     Args:
         sequences: of the step, each its source's factor and the weights of its labels.
     """
-    num_labels = sum((Fraction(f) * Fraction(w) for f, of in sequences for w in of), Fraction(0))
-    num_sequences = sum((Fraction(f) for f, of in sequences if sum(of) > 0), Fraction(0))
+    num_labels = sum(
+        (Fraction(f) * Fraction(w) for f, label_weights in sequences for w in label_weights),
+        Fraction(0),
+    )
+    num_sequences = sum(
+        (Fraction(f) for f, label_weights in sequences if sum(label_weights) > 0), Fraction(0)
+    )
     unit = num_labels / num_sequences if loss == "longalign" and num_sequences else Fraction(1)
     return num_sequences if loss == "sequence_mean" else num_labels, unit

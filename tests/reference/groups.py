@@ -56,33 +56,35 @@ def grouped(
 ) -> Grouped:
     """Pack groups of documents with a strategy."""
     given = [places(length, buckets[-1], alignment, fim_room) for length in lengths]
-    rounded = [len(found) for found in given]
+    rounded = [len(samples_of) for samples_of in given]
     units = units_of(ids, rounded, buckets[-1])
     sizes = [sum(rounded[d] for d in unit) for unit in units]
     made = definition(sizes, buckets, seed, **parameters)
     joined: list[bool] = []
-    found: dict[int, list[list[Segment]]] = {}
+    samples_of: dict[int, list[list[Segment]]] = {}
     whole = set()
     for capacity, samples in made.buckets.items():
-        found[capacity] = []
+        samples_of[capacity] = []
         for sample in samples:
-            found[capacity].append([])
+            samples_of[capacity].append([])
             for unit, begin, length in sample:
                 # Token by token: its document, and its position there.
                 tokens = [(d, t) for d in units[unit] for t in given[d]]
                 part = [(d, t) for d, t in tokens[begin : begin + length] if t is not None]
                 if length == len(tokens):
                     whole.add(tuple(units[unit]))
-                own: dict[int, list[int]] = {}
+                positions_of: dict[int, list[int]] = {}
                 for d, t in part:
-                    own.setdefault(d, []).append(t)
-                found[capacity][-1] += [Segment(d, of[0], len(of)) for d, of in own.items()]
-            made_here = found[capacity][-1]
+                    positions_of.setdefault(d, []).append(t)
+                samples_of[capacity][-1] += [
+                    Segment(d, of[0], len(of)) for d, of in positions_of.items()
+                ]
+            made_here = samples_of[capacity][-1]
             for place, segment in enumerate(made_here):
                 before = ids[made_here[place - 1].document] if place else -1
                 joined.append(ids[segment.document] == before >= 0)
-            if not found[capacity][-1]:  # it held only room
-                del found[capacity][-1]
+            if not samples_of[capacity][-1]:  # it held only room
+                del samples_of[capacity][-1]
     groups: dict[int, list[int]] = {}
     for d, group in enumerate(ids):
         if group >= 0:
@@ -90,5 +92,5 @@ def grouped(
     several = [g for g in groups.values() if sum(lengths[d] > 0 for d in g) > 1]
     num_longer = sum(sum(rounded[d] for d in g) > buckets[-1] for g in several)
     num_cut = sum(tuple(g) not in whole for g in several)
-    packing = Packing(found, made.dropped, made.repeated)
+    packing = Packing(samples_of, made.dropped, made.repeated)
     return Grouped(packing, joined, len(several), num_longer, num_cut)

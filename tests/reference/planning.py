@@ -134,10 +134,10 @@ def parts_of(subset: int) -> list[int]:
 
 def costs(plan: Any, linear_cost_tokens: float) -> list[list[float]]:
     """Return costs of every micro batch and rank: n (linear_cost_tokens + n), over the degree."""
-    found = [[0.0] * plan.num_ranks for _ in range(plan.num_micro_batches)]
+    result = [[0.0] * plan.num_ranks for _ in range(plan.num_micro_batches)]
     for (micro_batch, first, degree), documents in groups_of(plan).items():
         for i in documents:
             length = int(plan.lengths[i])
             for rank in range(first, first + degree):
-                found[micro_batch][rank] += length * (linear_cost_tokens + length) / degree
-    return found
+                result[micro_batch][rank] += length * (linear_cost_tokens + length) / degree
+    return result

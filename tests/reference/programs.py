@@ -79,7 +79,11 @@ class Run:
     def play(self, until: int) -> State:
         """Run the first ``until`` steps."""
         if self.former is None:
-            sizes = [(s, c, size) for s, of in enumerate(self.sources) for c, size in of.items()]
+            sizes = [
+                (s, c, size)
+                for s, of_source in enumerate(self.sources)
+                for c, size in of_source.items()
+            ]
             state = State({(s, c): Queue(size, self.seed, c, s) for s, c, size in sizes})
             return self._draw(state, 0, until)
         if until <= self.begin:
@@ -94,7 +98,7 @@ class Run:
 
     def edited(self, begin: int, skip_steps: int, stages: list[Stage] | None = None) -> Run:
         """Return the run that skips steps of this one, with its later skips applied again."""
-        found = replace(
+        edited_run = replace(
             self, former=self, begin=begin, skip_steps=skip_steps, stages=stages or self.stages
         )
         later: list[Run] = []
@@ -106,8 +110,8 @@ class Run:
                 later.insert(0, run)
             run = run.former
         for skip in sorted(later, key=lambda run: run.begin):
-            found = found.edited(skip.begin, skip.skip_steps)
-        return found
+            edited_run = edited_run.edited(skip.begin, skip.skip_steps)
+        return edited_run
 
     def reweighted(self, begin: int, stages: list[Stage]) -> Run:
         """Return the run with other stages from a step on, after its skip there."""
@@ -156,13 +160,13 @@ class State:
 
 def with_weights(stages: list[Stage], decided: dict[int, tuple[float, ...]]) -> list[Stage]:
     """Return stages with decided weights, each until the next stage or decision."""
-    found: list[Stage] = []
+    result: list[Stage] = []
     for begin in sorted({stage.begin for stage in stages} | set(decided)):
         last = [stage for stage in stages if stage.begin <= begin][-1]
         if last.begin < begin:
-            last = replace(found[-1], begin=begin)
-        found.append(replace(last, weights=decided.get(begin, last.weights)))
-    return found
+            last = replace(result[-1], begin=begin)
+        result.append(replace(last, weights=decided.get(begin, last.weights)))
+    return result
 
 
 def program(
@@ -215,22 +219,22 @@ def stage_draws(
     key = fold_key(seed, 4, stage.begin) if stage.begin else seed
     for bucket in draw_order(epochs, per_draw, key, swap=swap):
         capacity, count = capacities[bucket], per_draw[bucket]
-        own = {which: queues[s, capacity] for which, s in enumerate(members[bucket])}
-        window, rest = divmod(positions[bucket], cost_window * count)
-        if cost_window > 1 and rest == 0:
+        own_queues = {which: queues[s, capacity] for which, s in enumerate(members[bucket])}
+        window, in_window = divmod(positions[bucket], cost_window * count)
+        if cost_window > 1 and in_window == 0:
             ranks = permuted(cost_window, fold_key(key, 3, capacity, window))
-            draw_of: dict[int, list[int]] = {which: [] for which in own}
+            draw_of: dict[int, list[int]] = {which: [] for which in own_queues}
             for place in range(cost_window * count):
                 which, _ = locate(blends[bucket], positions[bucket] + place)
                 draw_of[which].append(place // count)
-            for which, queue in own.items():
+            for which, queue in own_queues.items():
                 s = members[bucket][which]
                 order_by_cost(queue, draw_of[which], ranks, partial(cost, s, capacity))
         content = []
         for _ in range(count):
             which, _ = locate(blends[bucket], positions[bucket])
             positions[bucket] += 1
-            content.append((members[bucket][which], *own[which].take()))
+            content.append((members[bucket][which], *own_queues[which].take()))
         yield capacity, content
 
 
@@ -302,22 +306,22 @@ def weights_within_epochs(
     A stage is planned up to the end of the run: the remaining tokens of the run are split by
     weight; a source that would get more than it has left gets that, and the others share the rest.
     """
-    found = []
-    left = Fraction(run_tokens)
+    result = []
+    remaining = Fraction(run_tokens)
     room = [
         None if limit is None else Fraction(floor(Fraction(limit) * n))
         for limit, n in zip(limits, tokens, strict=True)
     ]
     for i, (begin, per_step, given) in enumerate(stages):
         weights = [Fraction(n if w is None else w) for w, n in zip(given, tokens, strict=True)]
-        if left <= 0:
-            found.append([w / sum(weights) for w in weights])
+        if remaining <= 0:
+            result.append([w / sum(weights) for w in weights])
             continue
         dealt = {d: Fraction(0) for d, w in enumerate(weights) if not w}
         while True:
             open_ = [d for d in range(len(weights)) if d not in dealt]
-            rest = left - sum(dealt.values())
-            wanted = {d: rest * weights[d] / sum(weights[e] for e in open_) for d in open_}
+            undealt = remaining - sum(dealt.values())
+            wanted = {d: undealt * weights[d] / sum(weights[e] for e in open_) for d in open_}
             over = [d for d in open_ if room[d] is not None and room[d] < wanted[d]]
             if not over:
                 dealt |= wanted
@@ -328,12 +332,12 @@ def weights_within_epochs(
             amounts = weights  # all sources are used up
         shares = [amount / sum(amounts) for amount in amounts]
         same = i and stages[i - 1][2] == given
-        found.append(found[-1] if same else shares)
-        end = stages[i + 1][0] if i + 1 < len(stages) else begin + left
-        taken = min(left, (end - begin) * per_step)
-        left -= taken
+        result.append(result[-1] if same else shares)
+        end = stages[i + 1][0] if i + 1 < len(stages) else begin + remaining
+        taken = min(remaining, (end - begin) * per_step)
+        remaining -= taken
         room = [
-            None if own is None else Fraction(max(0, floor(own - share * taken)))
-            for own, share in zip(room, found[-1], strict=True)
+            None if tokens_left is None else Fraction(max(0, floor(tokens_left - share * taken)))
+            for tokens_left, share in zip(room, result[-1], strict=True)
         ]
-    return found
+    return result

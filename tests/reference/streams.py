@@ -83,8 +83,8 @@ def length_sorted(lengths: list[int], buckets: list[int], seed: int) -> Packing:
 
 def next_fit_samples(rests: list, capacity: int) -> list[Sample]:
     samples: list[Sample] = []
-    for rest in rests:
-        if not samples or tokens(samples[-1]) + rest.length > capacity:
+    for remainder in rests:
+        if not samples or tokens(samples[-1]) + remainder.length > capacity:
             samples.append([])
-        samples[-1].append(rest)
+        samples[-1].append(remainder)
     return samples
