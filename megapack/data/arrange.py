@@ -61,7 +61,7 @@ Ids = NDArray[np.int64]
 
 
 class Pieces(NamedTuple):
-    """Documents made of samples."""
+    """Documents cut from samples."""
 
     offsets: Ids
     """(documents + 1,), tokens."""

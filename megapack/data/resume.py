@@ -1,8 +1,8 @@
 """Comparison of a run with the checkpoint from which it resumes.
 
 There is no generator state: any step is computed from (indices, program, step). So a state fits
-every number of ranks, micro batch size and number of workers. A resume has to refuse whatever would
-rewrite steps already taken, and to report what changes from now on.
+every number of ranks, micro batch size and number of workers. A resume must refuse changes of
+steps already taken, and report changes from now on.
 
 - ``identity``, ``check_state``, ``resume_step``: everything that decides the order of samples.
 - ``content_digests``, ``model_record``, ``tokenizer_digest``, ``flatten``: parts of a record, flat
@@ -134,7 +134,7 @@ def _stage_identity(
 
 
 def _shortened(values: Sequence[float] | None, weights: Weights, default: float) -> list[float]:
-    """Return the values of the sources that are drawn, up to the last one besides the default."""
+    """Return the values of drawn sources, up to the last that differs from the default."""
     pairs = zip(values or (), weights, strict=False)
     of_drawn = [default if weight == 0 else value for value, weight in pairs]
     while of_drawn and of_drawn[-1] == default:
