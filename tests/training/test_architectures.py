@@ -69,8 +69,8 @@ QWEN3 = {"model_type": "qwen3", **SMALL, "num_key_value_heads": 2, "head_dim": 8
 def test_qwen3_trains_from_keys_and_bloom_is_refused(new_run: NewRun, tmp_path: Path) -> None:
     model = {"preset": None, "config": QWEN3}
     run = new_run(num_steps=2, model=model)
-    said = "step 2/2", "documents of a micro batch are kept apart"
-    run.start(launcher=False).succeed(*said)
+    messages = "step 2/2", "documents of a micro batch are kept apart"
+    run.start(launcher=False).succeed(*messages)
     AutoConfig.for_model("bloom", vocab_size=64, **SMALL).save_pretrained(tmp_path / "bloom")
     bloom = new_run("bloom_run", num_steps=2, model={**model, "config": str(tmp_path / "bloom")})
     bloom.start(launcher=False).end_with(2, "'bloom'", "changes logits before it")

@@ -115,7 +115,7 @@ def test_overflow_of_first_gradients_is_not_a_spike() -> None:
 def test_new_mixture_is_not_a_spike() -> None:
     """A new mixture starts new bands; those of sources stay."""
     watch, drawn = SpikeWatch(CONFIG), [("a", 1.0)] * 40 + [("b", 3.0)] * 40
-    found = [watch.look(line(step, loss), of) for step, (of, loss) in enumerate(drawn)]
+    found = [watch.look(line(step, loss), mixture) for step, (mixture, loss) in enumerate(drawn)]
     assert found == [None] * 80
 
 
@@ -179,8 +179,8 @@ def test_decisions_equal_stages_written_by_hand(
     mixture = Mixture(weights=[1, 1], stages=stages, decided=decided.stages)
     expected = [Stage(from_step=begin, **by_hand[begin]) for begin in sorted(by_hand)]
     found, wanted = (
-        resolve(ScheduleConfig(tokens_per_step=64), of.of(["web", "math"]))
-        for of in (mixture, Mixture(weights=[1, 1], stages=expected))
+        resolve(ScheduleConfig(tokens_per_step=64), one.of(["web", "math"]))
+        for one in (mixture, Mixture(weights=[1, 1], stages=expected))
     )
     assert found == wanted
 
@@ -224,17 +224,17 @@ def test_odm_equals_the_formula_of_its_paper() -> None:
 
 
 def test_report_has_the_means_since_the_last_decision() -> None:
-    def of(step: int, loss: float, labels: int) -> dict[str, Any]:
+    def log_line(step: int, loss: float, labels: int) -> dict[str, Any]:
         means = {"source_loss": {"web": loss}, "source_label_tokens": {"web": labels}}
         return {"step": step, **means}
 
-    lines = [of(0, 9.0, 1), of(1, 2.0, 10), of(2, 4.0, 30), of(3, 1.0, 5)]
+    lines = [log_line(0, 9.0, 1), log_line(1, 2.0, 10), log_line(2, 4.0, 30), log_line(3, 1.0, 5)]
     stage = Stage(from_step=1, weights={"web": 1})
     made = _decided(Decision(by="mixing", step=1, reason="", stage=stage, state={"time": 4}))
     report = report_of(lines, made, {"web": 3.0, "code": 1.0}, 9, step=3)
     assert report.losses == {"web": 3.5} and report.label_tokens == {"web": 40}
     assert report.weights == {"web": 0.75, "code": 0.25} and report.state == {"time": 4}
-    rounded = [of(1, 2.0 * (1 + 2e-7), 10), of(2, 4.0 * (1 - 1e-7), 30)]
+    rounded = [log_line(1, 2.0 * (1 + 2e-7), 10), log_line(2, 4.0 * (1 - 1e-7), 30)]
     assert report_of(rounded, made, {"web": 3.0, "code": 1.0}, 9, step=3) == report, "other ranks"
 
 
@@ -387,7 +387,7 @@ def test_mixing_decisions_are_replayed_at_every_resume(new_run: NewRun, blend: P
     ours, theirs = read_decisions(moved.dir), read_decisions(whole.dir)
     assert ours is not None and theirs is not None
     assert [d.begin for d in ours.decisions] == [4, 8, 12]
-    stages = [[(d.stage, d.step) for d in of.decisions] for of in (ours, theirs)]
+    stages = [[(d.stage, d.step) for d in one.decisions] for one in (ours, theirs)]
     assert stages[0] == stages[1]
     assert [item["samples"] for item in moved.log] == [item["samples"] for item in whole.log]
 

@@ -41,9 +41,9 @@ def _sums(run_dir: Path) -> dict[str, str]:
 
 
 def _written(directory: Path, **files: Any) -> None:
-    """Return a manifest."""
+    """Write a manifest."""
     directory.mkdir(parents=True, exist_ok=True)
-    facts = {name: FileFacts(**of) for name, of in files.items()}
+    facts = {name: FileFacts(**entry) for name, entry in files.items()}
     step = step_of(directory.name)
     CheckpointManifest(step=step, world_size=1, zero_stage=1, state={}, files=facts).write(
         directory
@@ -75,8 +75,8 @@ def test_branch_continues_the_data_order_and_keeps_its_trunk(
     decay = {"kind": "wsd", "decay_fraction": 0.5, "warmup_steps": 2}
     run = new_run(learning_rate=decay, **_sections(branch_from=str(milestone)))
     anew = "checkpoint.resume=never"  # the branch has no checkpoints yet
-    said = f"continuing at step 5 from {milestone.name}"
-    run.start(anew, "stop_at=9", ranks=ranks).succeed(said)
+    message = f"continuing at step 5 from {milestone.name}"
+    run.start(anew, "stop_at=9", ranks=ranks).succeed(message)
     # Checkpoints of the branch take precedence over the trunk's.
     run.start(ranks=ranks).succeed("continuing at step 9")
     ours, theirs = run.log, trunk.log

@@ -175,8 +175,8 @@ def test_tied_head_stays_tied_and_separate_head_is_refused(llama: Path, tmp_path
     apart = changed(llama, tmp_path / "apart", **{"lm_head.weight": embedding + 1})
     with pytest.raises(ConfigError, match=r"a head that differs.*tie_word_embeddings to false"):
         opened(apart)
-    own = opened(apart, tie_word_embeddings=False).model
-    assert torch.equal(own.lm_head.weight, embedding + 1)
+    untied = opened(apart, tie_word_embeddings=False).model
+    assert torch.equal(untied.lm_head.weight, embedding + 1)
 
 
 def test_run_does_not_start_from_a_torn_checkpoint(
@@ -382,7 +382,10 @@ def test_exported_model_generates_until_the_end_token(new_run: NewRun, tmp_path:
 def test_end_token_is_that_of_the_datasets(tmp_path: Path) -> None:
     ends = _write(tmp_path / "a", document_end_token=END)
     other, silent = _write(tmp_path / "b", document_end_token=3), _write(tmp_path / "c")
-    found = [end_token(list(of)) for of in ((ends, ends), (ends, other), (ends, silent), (silent,))]
+    found = [
+        end_token(list(datasets))
+        for datasets in ((ends, ends), (ends, other), (ends, silent), (silent,))
+    ]
     assert found == [END, None, None, None]
 
 

@@ -67,13 +67,13 @@ def test_flops_are_those_of_the_whole_run(corpus: Corpus, blend: Path, tmp_path:
     inputs, model = plain(config)
     flops, schedule = ModelFlops.of(model, model.configuration), inputs.schedule
     work = [StepWork.of(schedule, schedule.step(i), flops) for i in range(300)]
-    padding = sum(of.tokens - of.useful_tokens for of in work) * flops.per_token
-    (said,) = re.findall(r"arithmetic: (\S+) FLOP", dry_run(config))
-    assert float(said) == pytest.approx(sum(of.flops for of in work) + padding, rel=0.01)
+    padding = sum(step.tokens - step.useful_tokens for step in work) * flops.per_token
+    (flop,) = re.findall(r"arithmetic: (\S+) FLOP", dry_run(config))
+    assert float(flop) == pytest.approx(sum(step.flops for step in work) + padding, rel=0.01)
     uneven = replace(config, data=replace(config.data, pad_last=True))
-    (said,) = re.findall(r"arithmetic: (\S+) FLOP", dry_run(uneven, world_size=3))
+    (flop,) = re.findall(r"arithmetic: (\S+) FLOP", dry_run(uneven, world_size=3))
     idle = (6 * config.data.micro_batch_tokens - config.data.tokens_per_step) * flops.per_token
-    assert float(said) == pytest.approx(sum(of.flops + idle for of in work) + padding, rel=0.01)
+    assert float(flop) == pytest.approx(sum(step.flops + idle for step in work) + padding, rel=0.01)
 
 
 def _work(inputs: Inputs, config: PretrainConfig, rank: int, ranks: int) -> list[list[float]]:
@@ -104,21 +104,21 @@ def _work(inputs: Inputs, config: PretrainConfig, rank: int, ranks: int) -> list
 def test_plan_names_the_other_mix(corpus: Corpus, tmp_path: Path) -> None:
     """The setting that the dry run proposes is valid, and its plan confirms it."""
 
-    def said(name: str, ranks: int, **data: object) -> str:
+    def plan_text(name: str, ranks: int, **data: object) -> str:
         config = load_config(PretrainConfig, corpus.config(tmp_path / name, data=data))
         (line,) = re.findall(r"^buckets per step: .*$", dry_run(config, world_size=ranks), re.M)
         return str(line)
 
-    one = said("step", 2)
+    one = plan_text("step", 2)
     assert "one, the same on all ranks (mix: step)" in one
     proposed = re.findall(r"mix: (micro_step) and micro_step_tokens: (\d+) each of its (\d+)", one)
     ((mix, tokens, micro_steps),) = proposed
     assert int(tokens) == 2 * 256 and int(micro_steps) == 1024 // int(tokens)
-    several = said("micro_step", 2, mix=mix, micro_step_tokens=int(tokens))
+    several = plan_text("micro_step", 2, mix=mix, micro_step_tokens=int(tokens))
     assert several.startswith(f"buckets per step: several, one for every {int(tokens):,} tokens")
     assert "mix: step would fill each step from one bucket" in several
-    assert "needs several micro steps in a step" in said("one micro step", 4)
-    assert "share its micro steps evenly" in said("uneven", 3, pad_last=True)
+    assert "needs several micro steps in a step" in plan_text("one micro step", 4)
+    assert "share its micro steps evenly" in plan_text("uneven", 3, pad_last=True)
 
 
 def test_missing_tokenizer_is_found_before_the_start(corpus: Corpus, tmp_path: Path) -> None:

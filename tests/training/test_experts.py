@@ -185,9 +185,9 @@ def balance_of(layers: Sequence[Tensor], chosen_per_token: int) -> Tensor:
 def test_step_equals_its_definition_for_all_ranks_and_zero_stages(
     new_run: NewRun, tmp_path: Path, name: str, cases: list[Any]
 ) -> None:
-    of = {"preset": None, "pretrained": str(saved(name, tmp_path / "model"))}
+    section = {"preset": None, "pretrained": str(saved(name, tmp_path / "model"))}
     for ranks, engine in cases:
-        run = new_run("_".join(map(str, [ranks, *engine.values()])), model=of, engine=engine)
+        run = new_run("_".join(map(str, [ranks, *engine.values()])), model=section, engine=engine)
         found = run.worker(ranks, more=["num_steps=2"])
         config = load_config(PretrainConfig, run.config)
         model = opened(tmp_path / "model").model
@@ -205,12 +205,12 @@ def test_step_equals_its_definition_for_all_ranks_and_zero_stages(
 
 def test_slices_balance_the_whole_sample(new_run: NewRun, tmp_path: Path) -> None:
     """Two ranks that share long samples equal one rank that has them whole."""
-    of = {"preset": None, "pretrained": str(saved("mixtral", tmp_path / "model"))}
+    section = {"preset": None, "pretrained": str(saved("mixtral", tmp_path / "model"))}
     alone, shared = (
         new_run(
             f"{ranks}",
             num_steps=1,
-            model=of,
+            model=section,
             data={"micro_batch_tokens": micro},
             engine={"sequence_parallel_size": ranks},
         ).worker(ranks)

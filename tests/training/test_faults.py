@@ -56,8 +56,8 @@ def test_weights_not_finite_are_not_saved(new_run: NewRun) -> None:
     assert [tag[:13] for tag in run.tags()] == ["step_00000002"]
     assert not (run.dir / "model").exists()
     back = new_run("back", num_steps=4, checkpoint=checkpoint, autopilot={"spikes": True})
-    said = "weights are not finite", "back to step 2"
-    back.start(ranks=1, faults=fault).succeed(*said)
+    messages = "weights are not finite", "back to step 2"
+    back.start(ranks=1, faults=fault).succeed(*messages)
     assert back.end["reason"] == "done"
 
 
@@ -67,8 +67,8 @@ def test_step_size_keeps_checkpoints(new_run: NewRun) -> None:
     run.succeed(ranks=1)
     larger = ["data.tokens_per_step=4096", "num_steps=4", "checkpoint.every=1"]
     allow = "checkpoint.allow_change=[tokens_per_step]"
-    said = "tokens_per_step was 1024 and is 4096: the step number is converted"
-    output = run.start(*larger, allow, ranks=1).succeed("continuing at step 2 ", said)
+    message = "tokens_per_step was 1024 and is 4096: the step number is converted"
+    output = run.start(*larger, allow, ranks=1).succeed("continuing at step 2 ", message)
     assert output.count("documents of a micro batch are kept apart: probed in") == 1
     assert run.tags() == ["step_00000003_tokens_12288", "step_00000004_tokens_16384"]
     assert run.latest == run.tags()[-1]
@@ -84,10 +84,10 @@ def test_full_disk_is_named_and_checkpoints_stay(new_run: NewRun, asynchronous: 
         pytest.skip("mounting needs root")
     run = new_run(num_steps=3, checkpoint={"every": 1, "asynchronous": asynchronous})
     disk = {"small_disk": [str(run.checkpoints), "1600k"]}
-    said = "No space left on device", str(run.checkpoints), "MB free"
-    output = run.start(ranks=1, faults={0: disk}).end_with(1, *said)
+    messages = "No space left on device", str(run.checkpoints), "MB free"
+    output = run.start(ranks=1, faults={0: disk}).end_with(1, *messages)
     assert "unexpected pos" not in output
-    assert run.end["reason"] == "error" and said[0] in run.end["message"]
+    assert run.end["reason"] == "error" and messages[0] in run.end["message"]
     assert run.end["saved"] == 1 and run.end["step"] in ((2, 3) if asynchronous else (2,))
 
 
@@ -100,8 +100,8 @@ def test_second_launch_names_the_first(new_run: NewRun) -> None:
     run = new_run(checkpoint={"every": None})
     first, lock = run.start("num_steps=100000", ranks=1), run.dir.with_name("run.lock")
     wait_for_step(run.dir, 1)
-    said = f"{run.dir} is being written by process {first.pids[0]} on "
-    run.start(ranks=1).end_with(1, said)
+    message = f"{run.dir} is being written by process {first.pids[0]} on "
+    run.start(ranks=1).end_with(1, message)
     assert run.end["reason"] == "running", "the refused start does not change the record"
     first.signal(signal.SIGKILL)
     first.wait()
@@ -119,8 +119,8 @@ def test_second_launch_names_the_first(new_run: NewRun) -> None:
 def test_hanging_rank_is_named(new_run: NewRun) -> None:
     run, soon = new_run(), {"stall_limit_from_step": [2, 2.0]}
     ranks = run.start(faults={0: soon, 1: {**soon, "hang_before_step": [2]}})
-    said = "no progress for 2 seconds: rank 1 on ", "is behind", "at the end of step 1"
-    ranks.end_with(LOST_CONTACT, *said)
+    messages = "no progress for 2 seconds: rank 1 on ", "is behind", "at the end of step 1"
+    ranks.end_with(LOST_CONTACT, *messages)
     assert "no progress" in run.end["message"]
 
 
@@ -179,8 +179,8 @@ def test_steps_are_traced_on_request(new_run: NewRun) -> None:
 
 def test_slowest_rank_is_named_and_plotted(new_run: NewRun) -> None:
     run = new_run(num_steps=4, checkpoint={"every": None})
-    said = "slow rank: rank 1 on ", "times as long as the median"
-    run.start(faults={1: {"slow_forward": [0.1]}}).succeed(*said)
+    messages = "slow rank: rank 1 on ", "times as long as the median"
+    run.start(faults={1: {"slow_forward": [0.1]}}).succeed(*messages)
     found = [line["rank_forward"] for line in run.log if "rank_forward" in line]
     assert [f["rank"] for f in found] == [1, 1] and found[1]["host"] == os.uname().nodename
     assert build(["report", str(run.dir)]) == 0
@@ -218,11 +218,11 @@ def test_slowdowns_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="megapack"):
         limits.look([_line()])
         assert not caplog.messages
-        for said, line in cases.items():
+        for message, line in cases.items():
             caplog.clear()
             for _ in range(3):
                 limits.look([line])
-            assert len(caplog.messages) == 1 and caplog.messages[0].startswith(said)
+            assert len(caplog.messages) == 1 and caplog.messages[0].startswith(message)
             limits.look([_line()])
             assert caplog.messages[-1].endswith("within its limit again")
 

@@ -350,6 +350,6 @@ def test_rope_that_depends_on_the_row_is_refused() -> None:
     assert torch.allclose(logits_beside(16), logits_beside(10), atol=1e-5)
     assert not torch.allclose(logits_beside(20), logits_beside(10), atol=1e-3)
     check_document_positions(configuration, 16)
-    said = r"original_max_position_embeddings \(16\).* up to 20 pos"
-    with pytest.raises(ConfigError, match=said):
+    message = r"original_max_position_embeddings \(16\).* up to 20 pos"
+    with pytest.raises(ConfigError, match=message):
         check_document_positions(configuration, 20)

@@ -118,19 +118,19 @@ def test_ranks_may_change_without_zero_and_with_zero_3(
     run = new_run(engine={"zero_stage": stage}, checkpoint=export)
     run.succeed()
     _same_curve(run, whole, rel=2e-3)
-    ours, theirs = (of.lines("evaluation")[0] for of in (run, whole))
+    ours, theirs = (one.lines("evaluation")[0] for one in (run, whole))
     assert ours["perplexity"] == pytest.approx(theirs["perplexity"], rel=5e-3)
     assert ours["label_tokens"] == theirs["label_tokens"]
     if stage == 3:  # gathered from all ranks
-        ours, theirs = (load_file(of.dir / "model" / "model.safetensors") for of in (run, whole))
+        ours, theirs = (load_file(one.dir / "model" / "model.safetensors") for one in (run, whole))
         assert ours.keys() == theirs.keys()
         assert all(torch.allclose(ours[n], theirs[n], atol=2e-3) for n in theirs)
     shutil.rmtree(run.checkpoints / LAST)
     before = run.log
     run.succeed("checkpoint.export=false", ranks=1)
     _same_curve(run, before, rel=1e-6)
-    said = f"written with ZeRO-{stage} and this run has ZeRO-1"
-    run.start("engine.zero_stage=1").end_with(1, said)
+    message = f"written with ZeRO-{stage} and this run has ZeRO-1"
+    run.start("engine.zero_stage=1").end_with(1, message)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
@@ -177,14 +177,14 @@ def test_damage_is_named(copy: NewRun, whole: Run) -> None:
     run.start().end_with(1, "manifest.json is damaged: its state")
     manifest.write_text(sound)
     shard.write_bytes(data)
-    said = f"{shard.name} has another checksum", "checkpoint.fallback=true"
-    assert "Traceback" not in run.start().end_with(1, *said)
+    messages = f"{shard.name} has another checksum", "checkpoint.fallback=true"
+    assert "Traceback" not in run.start().end_with(1, *messages)
 
     shard.unlink()
     manifest = run.checkpoints / MIDDLE / "manifest.json"
     manifest.write_text(manifest.read_text()[:100])
-    said = f"{shard.name} is missing", "manifest.json is not valid JSON"
-    run.start("checkpoint.fallback=true").succeed(*said, "continuing at step 3")
+    messages = f"{shard.name} is missing", "manifest.json is not valid JSON"
+    run.start("checkpoint.fallback=true").succeed(*messages, "continuing at step 3")
     _same_curve(run, whole, rel=1e-9)
     assert (run.checkpoints / f"{LAST}.damaged").is_dir(), "nothing is deleted"
     never = run.start("checkpoint.resume=never")
@@ -196,7 +196,7 @@ def test_other_order_is_refused(copy: NewRun, whole: Run) -> None:
     run.start().end_with(1, "seed was 0 and is 5")
     output = run.start("checkpoint.allow_change=[seed]").succeed("continuing at step 6")
     assert output.count("the data order is changed") == 1, "every rank logs it"
-    ours, theirs = ([line["samples"] for line in of.log] for of in (run, whole))
+    ours, theirs = ([line["samples"] for line in one.log] for one in (run, whole))
     assert ours[:6] == theirs[:6] and ours[6] != theirs[6]
 
 
@@ -379,8 +379,8 @@ def test_stages_are_edited_at_a_resume(new_run: NewRun, corpus: Corpus, tmp_path
     run = new_run(data=data, evaluation={"buckets": [32, 64, 128]})
     run.succeed("num_steps=4")
     write({**grow, "from_step": 3})
-    said = "of the stages before step 4 (the first difference is at 2)"
-    run.start("num_steps=6", ranks=1).end_with(1, said)
+    message = "of the stages before step 4 (the first difference is at 2)"
+    run.start("num_steps=6", ranks=1).end_with(1, message)
     back = {"from_step": 5, "tokens_per_step": 1024, "weights": {"math": 1}, "skip_steps": 1}
     write(grow, back)
     change = "skip_steps was 0 and is 1, tokens_per_step was 2048 and is 1024"

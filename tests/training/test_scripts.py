@@ -255,8 +255,8 @@ def test_lm_eval_scores_exported_model(zygote: Zygote, exported: Path, tmp_path:
     env = {"HF_HOME": str(tmp_path / "hf"), "HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"}
     script = tmp_path / "twice.py"
     script.write_text(TWICE.format(commands=commands))
-    said = "exit code 0", "exit code 2", "has no task no_such_task"
-    run_script(zygote, tmp_path / "log", script, **env).succeed(*said)
+    messages = "exit code 0", "exit code 2", "has no task no_such_task"
+    run_script(zygote, tmp_path / "log", script, **env).succeed(*messages)
     found = json.loads((tmp_path / "out" / "evaluation.json").read_text())
     accuracy = found["lm_eval"][str(exported)]["next_letter"]["acc,none"]
     model: Any = LlamaForCausalLM.from_pretrained(exported)

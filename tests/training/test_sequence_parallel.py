@@ -52,7 +52,7 @@ def test_run_changes_groups_at_resume(new_run: NewRun) -> None:
     stretch(4, 32, "stop_at=6")
     stretch(1, 256)
     for name in ("step", "samples", "bucket", "lr", "label_tokens", "tokens", "flops"):
-        found, expected = ([line.get(name) for line in of.log] for of in (run, alone))
+        found, expected = ([line.get(name) for line in one.log] for one in (run, alone))
         assert found == expected, name
     losses = [line["loss"] for line in alone.log]
     assert [line["loss"] for line in run.log] == pytest.approx(losses, rel=2e-3)
