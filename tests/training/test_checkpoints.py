@@ -134,9 +134,11 @@ def changed(llama: Path, directory: Path, without: str = "", **more: Tensor) -> 
 def test_missing_tensors_of_a_checkpoint_are_named(llama: Path, tmp_path: Path) -> None:
     down = "model.layers.1.mlp.down_proj.weight"
     torn = changed(llama, tmp_path / "torn", without=down)
-    with pytest.raises(ConfigError, match=rf"lacks tensors.*at random: {down}; .*allow_missing"):
+    with pytest.raises(
+        ConfigError, match=rf"lacks tensors.*random values: {down}; .*allow_missing"
+    ):
         opened(torn)
-    with pytest.raises(ConfigError, match=r"at random: model\.layers\.2\.input_.*and 6 more"):
+    with pytest.raises(ConfigError, match=r"random values: model\.layers\.2\.input_.*and 6 more"):
         opened(llama, num_hidden_layers=3)
     with pytest.raises(ConfigError, match=r"lacks tensors.*: lm_head\.weight;"):
         opened(llama, tie_word_embeddings=False)
@@ -186,7 +188,7 @@ def test_run_does_not_start_from_a_torn_checkpoint(
     torn = changed(llama, tmp_path / "torn", without="model.layers.1.mlp.down_proj.weight")
     model = {"preset": None, "pretrained": str(torn)}
     run = new_run(num_steps=1, model=model, engine={"zero_stage": 3})
-    run.start().end_with(2, "at random: model.layers.1.mlp.down_proj.weight")
+    run.start().end_with(2, "random values: model.layers.1.mlp.down_proj.weight")
     run.succeed("model.allow_missing=['*.down_proj.*']")
 
 

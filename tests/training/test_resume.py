@@ -308,7 +308,7 @@ def test_checkpoint_exports_to_a_model(copy: NewRun, whole: Run, tmp_path: Path)
     assert all(torch.equal(last[name], ended[name]) for name in ended)
     assert not any(torch.equal(third[name], ended[name]) for name in ended)
     assert not list(tmp_path.glob(".export*"))
-    export(tmp_path / "x", "--step", "5").end_with(1, "(steps: 3, 6, 8)")
+    export(tmp_path / "x", "--step", "5").end_with(1, "(its steps: 3, 6, 8)")
     other = ("--set", "model.overrides={hidden_act: gelu}")  # the same shapes
     export(tmp_path / "y", *other).end_with(1, "model.hidden_act was 'silu' and is 'gelu'")
     export(run.dir).end_with(2, "exists and has no config.json")
