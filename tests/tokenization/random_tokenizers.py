@@ -360,9 +360,9 @@ def random_tokenizer(rng: random.Random, usual: bool = False) -> dict[str, Any]:
 
 
 def random_text(rng: random.Random, contents: list[str]) -> str:
-    own = [c for c in contents if c]
+    nonempty = [c for c in contents if c]
     parts = []
-    pools = [LETTERS, SPACES, OTHERS, MARKS, own or LETTERS]
+    pools = [LETTERS, SPACES, OTHERS, MARKS, nonempty or LETTERS]
     for _ in range(rng.randint(0, 14)):
         part = rng.choice(rng.choices(pools, [4, 2, 2, 1, 5])[0])
         r = rng.random()

@@ -180,15 +180,14 @@ class TextBlock:
 
 
 def chats_of(messages: Iterable[str], columns: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return conversations as JSON: messages and other values of their documents, or the list of
-    messages alone if there are none.
+    """Return conversations as JSON: objects of messages and other values, or lists of messages.
 
         chats_of(["[1]", "[2]"], {"tools": ["[3]", "null"]})
         # -> ['{"messages": [1], "tools": [3]}', '[2]']
 
     Args:
         messages: JSON of lists; "" if a document has none.
-        columns: name -> JSON of every document's value; "" and "null": none.
+        columns: name -> JSON of every document's value; "" and "null" mean that it has none.
     """
     chats = []
     for i, text in enumerate(messages):

@@ -186,7 +186,7 @@ def find_inputs(
                 f"{path} is not a regular file; inputs must be, because they are read twice"
             )
         first = seen.get((facts.st_dev, facts.st_ino))
-        # Some file systems reuse inode numbers: compare names, too, unless there are hard links.
+        # Some file systems give several files one inode number: without hard links, compare names.
         if first and (facts.st_nlink > 1 or os.path.realpath(first) == os.path.realpath(path)):
             aside[_REPEATED].append(f"{path} is {first}")
             continue

@@ -250,9 +250,8 @@ class Workspace:
                 if self._config.overwrite:
                     for index in range(part[0], len(self._plan.shards), part[1]):
                         record = record_path(shard_prefix(self.directory, index))
-                        record.unlink(
-                            missing_ok=True
-                        )  # first: without it, the other files are ignored
+                        # First: without its record, the other files of a shard are ignored.
+                        record.unlink(missing_ok=True)
                         for path in self.directory.glob(f"{record.stem}*"):
                             path.unlink()
             if not (self.directory / _PLAN).exists():

@@ -30,8 +30,8 @@ def tree(tmp_path: Path) -> Path:
 
 
 def names(root: Path, *inputs: str, **options: object) -> list[str]:
-    found = find_inputs([str(root / name) for name in inputs], **options)  # type: ignore[arg-type]
-    return [str(Path(file.path).relative_to(root)) for file in found]
+    files = find_inputs([str(root / name) for name in inputs], **options)  # type: ignore[arg-type]
+    return [str(Path(file.path).relative_to(root)) for file in files]
 
 
 @pytest.mark.parametrize(
@@ -69,8 +69,8 @@ def test_inputs_keep_their_order_and_count_once(tree: Path) -> None:
 
 
 def test_format_follows_the_suffix_or_the_option(tree: Path) -> None:
-    found = find_inputs([str(tree / "a"), str(tree / "b" / "big.json.gz"), str(tree / "b/1.py")])
-    formats = [(file.format, file.compression) for file in found]
+    files = find_inputs([str(tree / "a"), str(tree / "b" / "big.json.gz"), str(tree / "b/1.py")])
+    formats = [(file.format, file.compression) for file in files]
     assert formats == [("text", ""), ("jsonl", ""), ("jsonl", "gz"), ("text", "")]
     assert find_inputs([str(tree / "b/1.py")], format="jsonl")[0].format == "jsonl"
 
@@ -259,8 +259,8 @@ def saved(tmp_path: Path) -> Path:
 
 
 def test_saved_dataset_keeps_its_order(saved: Path) -> None:
-    found = names(saved, "saved")
-    assert found == [f"saved/data-{i:05d}-of-00012.arrow" for i in range(12)]
+    files = names(saved, "saved")
+    assert files == [f"saved/data-{i:05d}-of-00012.arrow" for i in range(12)]
     assert names(saved, "one_split") == ["one_split/train/data-00000-of-00001.arrow"]
     assert names(saved, "splits/test") == ["splits/test/data-00000-of-00001.arrow"]
     with pytest.raises(ConfigError, match=r"splits train, test: .* example .*/splits/train$"):
@@ -270,11 +270,11 @@ def test_saved_dataset_keeps_its_order(saved: Path) -> None:
     facts["_data_files"].reverse()
     state.write_text(json.dumps(facts))
     (saved / "saved" / "cache-1234.arrow").write_bytes(b"of a map that was not saved")
-    assert names(saved, "saved") == found[::-1]
-    state.rename(saved / "state.json")  # the rest looks as its cache does
-    assert names(saved, "saved") == ["saved/cache-1234.arrow", *found]
+    assert names(saved, "saved") == files[::-1]
+    state.rename(saved / "state.json")  # without it, the directory looks like a cache
+    assert names(saved, "saved") == ["saved/cache-1234.arrow", *files]
     (saved / "state.json").rename(state)
-    (saved / found[0]).unlink()
+    (saved / files[0]).unlink()
     with pytest.raises(ConfigError, match=r"data-00000-of-00012\.arrow is missing"):
         names(saved, "saved")
 

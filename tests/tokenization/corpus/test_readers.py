@@ -245,10 +245,10 @@ def test_split_key_hash_stays_with_its_document(tmp_path: Path) -> None:
         assert all(block.hashes is not None for block in blocks)
         return [int(h) for block in blocks for h in block.hashes]  # type: ignore[union-attr]
 
-    found = hashes(plain)
-    assert found == hashes(parquet)
-    assert len(set(found)) == 10
-    assert found[3] == found[13]
+    plain_hashes = hashes(plain)
+    assert plain_hashes == hashes(parquet)
+    assert len(set(plain_hashes)) == 10
+    assert plain_hashes[3] == plain_hashes[13]
     # A string of a writer that does not say UTF-8 is the same string.
     for values, column in (([True, False], [True, False]), (["a", "\u00fc"], [b"a", b"\xc3\xbc"])):
         write_jsonl(plain, [{"text": "x", "id": value} for value in values])

@@ -148,10 +148,10 @@ def below(pid: int) -> list[int]:
         except OSError:
             continue
         children.setdefault(parent, []).append(int(process.name))
-    found = list(children.get(pid, ()))
-    for child in found:
-        found += children.get(child, ())
-    return found
+    pids = list(children.get(pid, ()))
+    for child in pids:
+        pids += children.get(child, ())
+    return pids
 
 
 def workers_of(pid: int) -> list[int]:
@@ -273,10 +273,10 @@ def test_build_resumes_after_a_full_disk(
     kept = len([name for name in files if re.fullmatch(r"shard-\d{6}\.json", name)])
     assert kept >= 1 and "out.bin" not in files
     assert output["again.status"] == "0\n", output
-    found = re.search(r"shards +(\d+) \((\d+) kept from before\)", output["again.out"])
-    assert found is not None, output
-    assert int(found[2]) == kept
-    assert (kept == int(found[1])) == (missing == "the result")
+    counts = re.search(r"shards +(\d+) \((\d+) kept from before\)", output["again.out"])
+    assert counts is not None, output
+    assert int(counts[2]) == kept
+    assert (kept == int(counts[1])) == (missing == "the result")
     assert files_of(tmp_path / "out") == calm
 
 

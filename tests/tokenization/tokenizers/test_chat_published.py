@@ -126,8 +126,8 @@ def tokenizer_with(directory: Path, template: str, bpe_json: Path) -> TokenizerF
     tokenizer = Tokenizer.from_file(str(bpe_json))
     # Like Llama 3 and Qwen: transformers' masks need offsets that cover white space.
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
-    found = re.findall(r"<\|\w+\|>", template)
-    tokenizer.add_special_tokens(sorted({*HOST_SPECIALS.values(), "<|im_start|>", *found}))
+    special = re.findall(r"<\|\w+\|>", template)
+    tokenizer.add_special_tokens(sorted({*HOST_SPECIALS.values(), "<|im_start|>", *special}))
     directory.mkdir(exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {**HOST_SPECIALS, "tokenizer_class": "PreTrainedTokenizerFast"}

@@ -146,9 +146,13 @@ def test_auto_falls_back_if_gigatoken_cannot_run(tmp_path: Path, bpe_json: Path)
 def test_difference_names_document_token_and_text(letter_bpe: TokenizerFiles) -> None:
     block = TextBlock.of_texts(["same", f"a longer text with {NEW_LETTER} in it"])
     reference = open_encoder(letter_bpe, "tokenizers")
-    found = first_difference(block, reference, open_encoder(letter_bpe, "gigatoken"))
-    assert found is not None and found.startswith("text 1, token ") and r"a\u088fb" in found
-    expected, other = re.findall(r"\[.*?\]", found)
+    difference = first_difference(block, reference, open_encoder(letter_bpe, "gigatoken"))
+    assert (
+        difference is not None
+        and difference.startswith("text 1, token ")
+        and r"a\u088fb" in difference
+    )
+    expected, other = re.findall(r"\[.*?\]", difference)
     assert expected != other
     assert first_difference(block, reference, reference) is None
 

@@ -51,7 +51,7 @@ def accepted(encoder: Encoder, texts: list[str]) -> list[str]:
     return result
 
 
-def compare(path: Path, own: list[str], rng: random.Random, num_texts: int) -> bool:
+def compare(path: Path, contents: list[str], rng: random.Random, num_texts: int) -> bool:
     """Compare on random texts; return whether the fast encoder ran at all."""
     try:
         files = TokenizerFiles.open(str(path))
@@ -62,7 +62,7 @@ def compare(path: Path, own: list[str], rng: random.Random, num_texts: int) -> b
         guarded = GuardedEncoder(files)
     except ConfigError:
         return False
-    texts = [random_text(rng, own) for _ in range(num_texts)]
+    texts = [random_text(rng, contents) for _ in range(num_texts)]
     texts = accepted(reference, texts)
     expected = encoded(reference, texts)
     for text, ours, theirs in zip(texts, encoded(guarded, texts), expected, strict=True):
@@ -101,10 +101,10 @@ def test_random_sentencepiece_models_equal_the_reference(
 def test_guarded_text_is_found_at_any_position() -> None:
     texts = ["", "a<x>", "plain", "", "<x", ">y", "<x>", "zz<y>"]
     block = TextBlock.of_texts(texts)
-    found = documents_with(block, (b"<x>", b"<y>"))
+    has_guarded = documents_with(block, (b"<x>", b"<y>"))
     expected = np.array(["<x>" in text or "<y>" in text for text in texts])
-    assert (found | ~expected).all(), "a document with one is not found"
-    assert not found[[2, 3]].any()
+    assert (has_guarded | ~expected).all(), "a document with one is not found"
+    assert not has_guarded[[2, 3]].any()
     many = tuple(f"<x{i}>".encode() for i in range(40))
     assert documents_with(TextBlock.of_texts(["<x39>", "a", "b<x7>"]), many).tolist() == [1, 0, 1]
 

@@ -182,8 +182,8 @@ def test_settings_that_cut_are_switched_off(tmp_path: Path, run_build: Build, mo
     assert tokens == [[3] * 200] * 2 or (model == "unigram" and tokens[0] == tokens[1])
     assert 200 <= len(tokens[0]) < 999, "nothing is cut or padded"
     setting = next(iter(kinds[model][1]))
-    said = rf"switched off: truncation \{{.*\}}, padding \{{.*\}}, {setting} 0.5"
-    assert any(re.search(said, note) for note in progress.notes)
+    pattern = rf"switched off: truncation \{{.*\}}, padding \{{.*\}}, {setting} 0.5"
+    assert any(re.search(pattern, note) for note in progress.notes)
     plain = json.loads(TokenizerFiles.open(str(path)).definition())
     assert setting not in plain["model"] and not {"truncation", "padding"} & plain.keys()
 

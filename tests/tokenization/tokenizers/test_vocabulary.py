@@ -101,7 +101,7 @@ def test_inverse_restores_every_document_of_the_demo(demo: Path, name: str, cuts
     files = TokenizerFiles.open(path)
     encoder, eod = open_reference(files), files.special_token("eod").id
     given: dict[str, Any] = dict(zip(("prefix", "suffix", "middle", "end"), SENTINELS, strict=True))
-    if name == "bytes":  # which has no more of its own
+    if name == "bytes":  # it has no other token
         given = {"prefix": "<bos>", "suffix": "<pad>", "middle": 0}
     config = FimConfig(sentinels=Sentinels(**given), tokenizer=path, cuts=cuts)
     texts = texts_of(demo)
@@ -121,11 +121,13 @@ def test_inverse_restores_every_document_of_the_demo(demo: Path, name: str, cuts
             batch = data.micro_batch([sample], view=view)
             tokens, bounds = batch["tokens"][0].numpy(), batch["cu_seqlens"].tolist()
             for number, (document, _, length) in enumerate(index.sample(sample)[1]):
-                told = tokens[bounds[number] : bounds[number + 1]]
+                rearranged = tokens[bounds[number] : bounds[number + 1]]
                 assert length == lengths[document], "all are whole"
-                assert sorted(told[np.isin(told, fim.sentinels)]) == sorted(fim.sentinels)
-                assert told[0] == fim.prefix and told[-1] == eod
-                restored = fim.restore(told).tolist()
+                assert sorted(rearranged[np.isin(rearranged, fim.sentinels)]) == sorted(
+                    fim.sentinels
+                )
+                assert rearranged[0] == fim.prefix and rearranged[-1] == eod
+                restored = fim.restore(rearranged).tolist()
                 turned, inside = turned + 1, inside + (restored != documents[document])
                 assert restored[-1] == eod
                 if restored != documents[document]:
