@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import json
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -82,6 +84,7 @@ class Frame(NamedTuple):
 Coder = Callable[[TextBlock, Faults], Coded]
 
 
+@dataclass(frozen=True)
 class TextCoder:
     """Tokenizes plain text.
 
@@ -90,26 +93,21 @@ class TextCoder:
         reference: encodes ``verify_fraction`` of the documents again; a difference is a DataError.
     """
 
-    def __init__(
-        self,
-        encoder: Encoder,
-        frame: Frame,
-        *,
-        controls: Iterable[int] = (),
-        reference: Encoder | None = None,
-        verify_fraction: float = 0.0,
-    ) -> None:
-        self._encoder = encoder
-        self._frame = frame
-        self._is_control = np.zeros(frame.vocab_size, np.bool_)
-        self._is_control[list(controls)] = True
-        self._reference = reference
-        self._verify_fraction = verify_fraction
+    encoder: Encoder
+    frame: Frame
+    _: KW_ONLY
+    controls: Iterable[int] = ()
+    reference: Encoder | None = None
+    verify_fraction: float = 0.0
+
+    @functools.cached_property
+    def _is_control(self) -> NDArray[np.bool_]:
+        return np.isin(np.arange(self.frame.vocab_size), list(self.controls))
 
     def code(self, block: TextBlock, faults: Faults) -> Coded:
         ids, offsets, failed = self._encode(block, faults)
-        if self._reference is not None:
-            self._verify(block.select(~failed), self._reference)
+        if self.reference is not None:
+            self._verify(block.select(~failed), self.reference)
         empty = (offsets[:-1] == offsets[1:]) & ~failed
         if empty.any():  # the tokenizer's normalization removed the whole text
             faults.record_rows("empty document", np.flatnonzero(empty), block.place)
@@ -119,7 +117,7 @@ class TextCoder:
             nonempty = block.select(kept)
             usable, ids, offsets, weights = self._weighed(nonempty, ids, offsets, faults)
             kept[kept] = usable
-        tokens, framed = self._frame.put_around(ids, offsets)
+        tokens, framed = self.frame.put_around(ids, offsets)
         controls = ids[self._is_control[ids]] if self._is_control.any() else ids[:0]
         return Coded(tokens, framed, None, kept, weights, collections.Counter(controls.tolist()))
 
@@ -129,7 +127,7 @@ class TextCoder:
         """Return ids and offsets of all documents, and a mask of those that failed (no ids)."""
         failed = np.zeros(len(block), np.bool_)
         try:
-            return (*self._encoder.encode(block), failed)
+            return (*self.encoder.encode(block), failed)
         except BaseException as error:
             if not is_foreign(error):
                 raise
@@ -137,7 +135,7 @@ class TextCoder:
         parts = []
         for i in range(len(block)):
             try:
-                parts.append(self._encoder.encode(block.select(np.arange(len(block)) == i))[0])
+                parts.append(self.encoder.encode(block.select(np.arange(len(block)) == i))[0])
             except BaseException as error:
                 if not is_foreign(error):
                     raise
@@ -154,10 +152,10 @@ class TextCoder:
         these; the weights cover the frame, too.
         """
         lengths, parts, usable = np.diff(offsets), [], np.ones(len(block), np.bool_)
-        frame = len(self._frame.prefix), len(self._frame.suffix)
+        frame = len(self.frame.prefix), len(self.frame.suffix)
         for i, (value, text) in enumerate(zip(block.weights or (), block.strings(), strict=True)):
             try:
-                weights = read_weights(value, int(lengths[i]), text, self._encoder.spans)
+                weights = read_weights(value, int(lengths[i]), text, self.encoder.spans)
             except BaseException as error:
                 if not isinstance(error, DataError) and not is_foreign(error):
                     raise
@@ -173,12 +171,12 @@ class TextCoder:
         # Choose by a hash of the text, so that every run checks the same documents. Another seed
         # than that of the dataset split, or all of them would be training documents.
         hashes = block.text_hashes(seed=1)
-        chosen = hashed_split((self._verify_fraction, 1 - self._verify_fraction), hashes)
+        chosen = hashed_split((self.verify_fraction, 1 - self.verify_fraction), hashes)
         sample = block.select(chosen == 0)
-        difference = first_difference(sample, reference, self._encoder) if len(sample) else None
+        difference = first_difference(sample, reference, self.encoder) if len(sample) else None
         if difference is not None:
             raise DataError(
-                f"{self._encoder.backend} differs from {reference.backend}: {difference}; "
+                f"{self.encoder.backend} differs from {reference.backend}: {difference}; "
                 f"build with --backend {reference.backend}"
             )
 
@@ -286,6 +284,7 @@ class CodedChat(NamedTuple):
     learned: NDArray[np.bool_]  # per token: carries loss
 
 
+@dataclass(frozen=True)
 class ChatCoder(Generic[T]):
     """Tokenizes conversations: JSON lists of ``{"role": ..., "content": ...}``, or objects that
     hold one as ``messages`` (``ReadOptions.extra_keys``).
@@ -295,18 +294,12 @@ class ChatCoder(Generic[T]):
 
     Args:
         read: prepares all documents of a block first; yields an item for each.
-        code: returns the tokens of an item; raises DataError if the conversation is unusable.
+        tokenize: returns the tokens of an item; raises DataError if the conversation is unusable.
     """
 
-    def __init__(
-        self,
-        read: Callable[[Sequence[str]], Iterable[T]],
-        code: Callable[[T], CodedChat],
-        frame: Frame,
-    ) -> None:
-        self._read = read
-        self._code = code
-        self._frame = frame
+    read: Callable[[Sequence[str]], Iterable[T]]
+    tokenize: Callable[[T], CodedChat]
+    frame: Frame
 
     def code(self, block: TextBlock, faults: Faults) -> Coded:
         chats = []
@@ -314,7 +307,7 @@ class ChatCoder(Generic[T]):
         with contextlib.closing(self._items(block)) as items:  # ends its child process
             for i, item in enumerate(items):
                 try:
-                    chat = self._code(item)
+                    chat = self.tokenize(item)
                 except DataError as error:
                     failed = isinstance(error, TemplateError)
                     kind = "chat template failed" if failed else "unusable chat"
@@ -333,14 +326,14 @@ class ChatCoder(Generic[T]):
         ids = np.concatenate([np.zeros(0, np.int32), *(chat.ids for chat in chats)])
         learned = np.concatenate([np.zeros(0, np.bool_), *(chat.learned for chat in chats)])
         offsets = offsets_of([len(chat.ids) for chat in chats])
-        tokens, offsets = self._frame.put_around(ids, offsets, bare=True)
+        tokens, offsets = self.frame.put_around(ids, offsets, bare=True)
         labels = np.where(learned, ids, np.int32(NO_LOSS)).astype(np.int32)
         return Coded(tokens, offsets, labels, kept)
 
     def _items(self, block: TextBlock) -> Generator[T, None, None]:
         num_read = 0
         try:
-            for item in self._read(block.strings()):
+            for item in self.read(block.strings()):
                 yield item
                 num_read += 1
         except LimitError as error:
@@ -352,7 +345,7 @@ class ChatCoder(Generic[T]):
             ) from error
 
     def _framed(self, chat: CodedChat) -> CodedChat:
-        prefix, suffix = self._frame.prefix, self._frame.suffix
+        prefix, suffix = self.frame.prefix, self.frame.suffix
         if (prefix and chat.ids[0] == prefix[0]) or (suffix and chat.ids[-1] == suffix[0]):
             raise ConfigError(
                 "the chat template itself writes the token that begins or ends a document: leave "
