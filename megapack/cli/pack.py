@@ -275,16 +275,16 @@ def _describe_strategies() -> str:
 
 
 def run(args: argparse.Namespace) -> None:
-    known = _parameters_by_name()
-    given = {name: value for name, value in vars(args).items() if name in known}
+    declared = _parameters_by_name()
+    parameters = {name: value for name, value in vars(args).items() if name in declared}
     names = ("buckets", "preset", "alignment", "fim_room", "match_repetition")
     options = {name: getattr(args, name) for name in names}
     grouped = args.groups is not None
     if args.output is not None and is_shard_manifest(args.output):
-        _pack_many(args, {"strategy": args.strategy, **options, "groups": grouped, **given})
+        _pack_many(args, {"strategy": args.strategy, **options, "groups": grouped, **parameters})
         return
     prefix = _only_prefix(args)
-    method = check_packing(args.strategy, parameters=given, groups=grouped, **options)
+    method = check_packing(args.strategy, parameters=parameters, groups=grouped, **options)
     output = args.output or f"{prefix}.samples"
     files = [prefix + suffix for suffix in SUFFIXES]
     check_not_read(output, [*files, *filter(None, (args.documents, args.groups))])
@@ -318,7 +318,7 @@ def run(args: argparse.Namespace) -> None:
                     progress=work,
                     groups=group_ids,
                     **options,
-                    **given,
+                    **parameters,
                 )
             source = describe_source(documents, prefix)
             if chosen is not None:

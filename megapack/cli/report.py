@@ -298,8 +298,8 @@ def sections(facts: RunFacts) -> Iterator[str]:
         )
 
 
-def _section(title: str, words: str, *parts: str) -> str:
-    about = f"<p>{words}</p>" if words else ""
+def _section(title: str, text: str, *parts: str) -> str:
+    about = f"<p>{text}</p>" if text else ""
     return f"<section><h2>{title}</h2>{about}{''.join(parts)}</section>\n"
 
 

@@ -214,14 +214,14 @@ def _row(name: str, times: list[StepTime], over: int) -> dict[str, Any]:
 
 def _steps_of_lengths(args: argparse.Namespace, cluster: Cluster) -> Iterator[_Step]:
     refuse_without("a run (.yaml)", set=" ".join(args.set) or None)
-    given = _read_lengths(args.source)
-    if (given < 0).any():
-        raise DataError(f"{args.source}: a document has {given.min()} tokens; give 0 or more")
+    uncut = _read_lengths(args.source)
+    if (uncut < 0).any():
+        raise DataError(f"{args.source}: a document has {uncut.min()} tokens; give 0 or more")
     longest = args.max_tokens * args.context
-    lengths = cut_documents(given[given > 0].astype(np.int64), longest)
+    lengths = cut_documents(uncut[uncut > 0].astype(np.int64), longest)
     if not len(lengths):
         raise DataError(f"{args.source}: no document has a token; there is no step to simulate")
-    if cut := int((given > longest).sum()):
+    if cut := int((uncut > longest).sum()):
         note(f"{counted(cut, 'document')} of more than {longest:,} tokens cut there")
     ends = np.concatenate([[0], np.cumsum(lengths)])
     tokens = MICRO_BATCHES * args.max_tokens * cluster.num_ranks

@@ -318,11 +318,11 @@ def _answer_skipped(args: argparse.Namespace, config: PretrainConfig, opened: Op
     facts, runs_before = [], []
     for number, decision in enumerate(decided):
         assert decisions is not None
-        before = open_run(config, dataclasses.replace(decisions, decisions=decided[:number]))
+        run_before = open_run(config, dataclasses.replace(decisions, decisions=decided[:number]))
         end = decision.begin + decision.stage.skip_steps
-        steps = [step_facts(args, before, step) for step in range(decision.begin, end)]
+        steps = [step_facts(args, run_before, step) for step in range(decision.begin, end)]
         facts.append({**decision.tree, "skipped": steps})
-        runs_before.append(before)
+        runs_before.append(run_before)
     written = _written_skips(opened, {decision.begin for decision in decided})
 
     def show() -> None:
@@ -337,7 +337,7 @@ def _answer_skipped(args: argparse.Namespace, config: PretrainConfig, opened: Op
                 _print_segments(samples)
         if not facts:
             console.write_line("the run has decided nothing itself")
-        for fact, before in zip(facts, runs_before, strict=True):
+        for fact, run_before in zip(facts, runs_before, strict=True):
             taken_back = " (taken back by a later one)" if fact["void"] else ""
             console.write_line(
                 f"{fact['by']}, after {fact['step']:,} steps{taken_back}: {fact['reason']}",
@@ -346,7 +346,7 @@ def _answer_skipped(args: argparse.Namespace, config: PretrainConfig, opened: Op
             settings = (f"{name} {value}" for name, value in fact["stage"].items())
             console.write_line(f"the stage: {', '.join(settings)}")
             for step in fact["skipped"]:
-                _print_step(args, before, step)
+                _print_step(args, run_before, step)
 
     print_result(args, {"decisions": facts, "written": written}, show)
 

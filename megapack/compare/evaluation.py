@@ -111,7 +111,7 @@ def parse_case(
     else:
         chosen = [(f"{name}@{capacity}", (capacity,)) for capacity in capacities]
     common: dict[str, Any] = {"strategy": name, "parameters": parameters, **rooms}
-    return [Case(label=label + suffix, buckets=found, **common) for label, found in chosen]
+    return [Case(label=label + suffix, buckets=sizes, **common) for label, sizes in chosen]
 
 
 def _parse_parameters(text: str, whole: str) -> dict[str, Any]:
