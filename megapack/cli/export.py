@@ -138,6 +138,7 @@ def packed_rows(
 
     bounds, capacities = index.bucket_sample_offsets.tolist(), index.bucket_capacity.tolist()
     for begin, end, capacity in zip(bounds, bounds[1:], capacities, strict=False):
+        # A row has the capacity of the largest bucket, so it holds several smaller samples.
         samples_per_row = capacities[-1] // capacity
         for first in range(begin, end, samples_per_row):
             samples = range(first, min(end, first + samples_per_row))

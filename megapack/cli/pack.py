@@ -307,6 +307,7 @@ def run(args: argparse.Namespace) -> None:
         if check_target(file, overwrite=args.overwrite, difference=difference, name=output):
             lengths = documents.document_lengths()
             if chosen is not None:
+                # Documents that are not chosen count as empty, so document numbers stay valid.
                 all_lengths, lengths = lengths, np.zeros_like(lengths)
                 lengths[chosen] = all_lengths[chosen]
             with Work(f"packing {counted(len(lengths), 'document')}") as work:
@@ -325,7 +326,7 @@ def run(args: argparse.Namespace) -> None:
                 source["documents"] = identity["chosen"]
             index.save(file, source=source, overwrite=True)
         else:
-            note(f"nothing to do: {output} exists, packed from these documents with these options")
+            note(f"nothing to do: {output} is there already, with these documents and options")
             index = SampleIndex.load(file)
     metrics = index.metrics()
 

@@ -295,6 +295,7 @@ def loss(facts: RunFacts) -> Chart:
     bins = Bins(steps)
     means, (low, high) = bins.mean(losses), bins.range(losses)
     known = high[~np.isnan(high)]
+    # Cut single spikes, which would compress the rest of the curve.
     top = float(np.quantile(known, 0.995)) if len(known) else 1.0
     bottom = float(np.nanmin(low)) if len(known) else 0.0
     entries = [(BLUE, "mean of the training loss"), (LIGHT["blue0"], "least and most")]
@@ -313,6 +314,7 @@ def loss(facts: RunFacts) -> Chart:
         top, bottom = (f(x, *(v["loss"] for v in valid)) for f, x in ((max, top), (min, bottom)))
     room = 0.08 * (top - bottom or 1.0)
     chart.axes.set_ylim(bottom - room, top + room)
+    # Invisible bars over the whole height show the values of each group at the mouse.
     width = (steps[-1] - steps[0] + 1) / bins.num
     for x, mean, least, most in zip(bins.steps, means, low, high, strict=True):
         tall = top - bottom + 2 * room

@@ -229,6 +229,7 @@ def _steps_of_lengths(args: argparse.Namespace, cluster: Cluster) -> Iterator[_S
         num_steps = min(args.steps, max(1, int(ends[-1]) // tokens))
     else:
         num_steps = min(args.steps, max(1, len(lengths) // args.documents_per_step))
+    # Spread the steps evenly over the file; each takes the documents that follow its first one.
     for i in range(num_steps):
         begin = i * len(lengths) // num_steps
         end = int(np.searchsorted(ends, ends[begin] + tokens, side="right")) - 1

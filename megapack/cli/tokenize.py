@@ -335,6 +335,7 @@ def _print_preview(preview: Preview) -> None:
         f"{count(finished)} finished"
     )
     directory = Path(next(iter(preview.prefixes.values()))).parent
+    # The output folder may not exist yet: look at the file system of its parent.
     while not directory.exists():
         directory = directory.parent
     print(

@@ -274,6 +274,7 @@ def _print_text(
         source = samples.names.index(facts["source"])
         number = int(samples.bases[source]) + facts["sample"]
         shard, sample = samples.shard_of(number)
+        # Documents are numbered within the source; view_sample expects the number in the shard.
         first = int(shards.first_documents[shard])
         segments = [(document - first, begin, n) for document, begin, n in facts["segments"]]
         views = view_sample(data.documents(shard), shards.index(shard), sample, segments)
@@ -282,6 +283,7 @@ def _print_text(
             step_view = dataclasses.replace(view, epochs=epoch, fim_rates=rate, window=None)
             views = apply_fim(views, fim_data, number, step_view)
         places.append((source, shard, sample, views))
+    # One decoder per source: shards of a source have the same tokenizer.
     decoders = {}
     for source, shard, _, _ in places:
         if source not in decoders:

@@ -74,6 +74,7 @@ def _copies(
 def _copies_of_source(manifest: str, folder: str) -> Iterator[Copy]:
     """Yield the local shards of a manifest, then the manifest."""
     shards = load_shards(manifest).shards
+    # A shard is either at an address already, or keeps its path relative to the manifest.
     places = {
         path: path if is_remote(path) else related(Path(manifest), path)
         for shard in shards

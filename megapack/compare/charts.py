@@ -194,10 +194,13 @@ def draw(plot: Callable[[Subject], Chart], subject: Subject) -> str:
     assert box is not None
     label = escape((plot.__doc__ or "").strip().split("\n")[0], quote=True)
     text = re.sub(r"^<svg[^>]*>", f'<svg {box[0]} role="img" aria-label="{label}">', text)
+    # Turn the groups that Chart.tip marked into elements with a title, which the mouse shows.
     for number, words in enumerate(chart.tips):
         text = text.replace(f'<g id="tip-{number}">', f"<g><title>{escape(words)}</title>", 1)
+    # Several charts share one page, so keep only the ids of markers, which are hashes.
     text = re.sub(r' id="(?!m[0-9a-f]{9})[^"]*"', "", text).replace("xlink:href", "href")
     text = re.sub(r"font: ([^;\"]*?)'[^;\"]*", r"font: \1system-ui, sans-serif", text)
+    # Replace colours by variables of the stylesheet, which has a light and a dark theme.
     for name, (light, _) in PALETTE.items():
         text = text.replace(light, f"var(--{name})")
     return text

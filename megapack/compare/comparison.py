@@ -154,6 +154,7 @@ def measure_plans(
     check_range(section, **limits, micro_batch_tokens=micro_batch_tokens)
     most = 1 << (num_ranks.bit_length() - 1)
     longest = int(lengths.max(initial=0))
+    # The smallest power of two of ranks whose micro batches together hold the longest document.
     enough = 1 << (max(1, -(-longest // micro_batch_tokens)) - 1).bit_length()
     steps = draw_steps(
         lengths,

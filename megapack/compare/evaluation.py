@@ -315,6 +315,7 @@ def _cheapest(
 ) -> int:
     """Apply rules 1 to 3 to the evaluations with the indices ``among``; return the best index."""
     kept = [i for i in among if not out[i]]
+    # Every case is excluded: ignore the rule on splits, and keep those with the fewest splits.
     if not kept:
         kept = [i for i in among if not out[i].startswith("drops")] or list(among)
         fewest = min(evaluations[i].metrics["truncation_ratio"] for i in kept)

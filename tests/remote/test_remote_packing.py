@@ -283,7 +283,7 @@ def test_errors_name_a_remedy(line: Line, tmp_path: Path) -> None:
     line.counts.clear()
     for command, reason in (
         (("pack", address, f"{tmp_path}/docs", "--output", far, *BUCKETS), "pack its address"),
-        (("pack", "s3://bucket/*/docs.idx", "--output", far, *BUCKETS), "behind the last /"),
+        (("pack", "s3://bucket/*/docs.idx", "--output", far, *BUCKETS), "after the last /"),
         (("pack", "http://host/*.idx", "--output", far, *BUCKETS), "name each dataset"),
         (("pack", f"{folder}/x*.idx", "--output", far, *BUCKETS), "matches no file"),
         (("pack", address, "--output", "s3://bucket", *BUCKETS), "names no object"),
