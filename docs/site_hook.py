@@ -1,11 +1,11 @@
-"""What stands on the site and in no file of docs/: a hook of mkdocs (``mkdocs.yml``).
+"""Hook of mkdocs (``mkdocs.yml``): generates the pages that are not files of docs/.
 
-- ``outer_pages``: README.md and its like, which stand outside of docs/
-- ``api_pages``: the public names of every package, for mkdocstrings to fill in
+- ``outer_pages``: README.md and other pages outside of docs/
+- ``api_pages``: the public names of every package, filled in by mkdocstrings
 - ``command_pages``: every command, from its argparse parser
 - ``configuration_pages``: every key of the configurations, from the dataclasses
 - ``navigation``: the pages of each entry of ``nav``, found by pattern
-- ``relink``: links that leave docs/, to pages of the site or else to the repository
+- ``relink``: links that leave docs/ lead to pages of the site or to the repository
 
     relink("[words](../CONTRIBUTING.md#words)", "stability.md", REPOSITORY)
     # -> "[words](contributing.md#words)"
@@ -34,7 +34,7 @@ import megapack
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("storage", "packing", "planning", "compare", "data", "attention")
-# Page of the repository -> page of the site. What lies in docs/ is at home there.
+# Page of the repository -> page of the site, for pages outside of docs/.
 OUTER = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
@@ -49,13 +49,13 @@ OUTER = {
 
 
 def on_config(config: Any) -> Any:
-    """Anchors as the repository's host makes them, so that one link serves both."""
+    """Make anchors like the repository's host, so that one link works on both."""
     config.mdx_configs.setdefault("toc", {})["slugify"] = anchor
     return config
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages that are made, and find those of the navigation."""
+    """Add the generated pages, and resolve the navigation."""
     from mkdocs.structure.files import File  # noqa: PLC0415
 
     for uri, text in made_pages().items():
@@ -66,22 +66,22 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
-    """Links of a page, whichever folder its text comes from."""
+    """Rewrite the links of a page from any folder."""
     return relink(markdown, page.file.src_uri, config.extra["repository"])
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """A bar in code in a table is escaped for markdown, and shown without the backslash."""
+    """Remove the backslash before a bar in code in a table, which markdown needed."""
     return re.sub(r"<t[dh].*?</t[dh]>", lambda m: m[0].replace("\\|", "|"), html, flags=re.DOTALL)
 
 
 def made_pages() -> dict[str, str]:
-    """Page of the site -> its markdown."""
+    """Return page of the site -> its markdown."""
     return {**outer_pages(), **api_pages(), **command_pages(), **configuration_pages()}
 
 
 def anchor(title: str, separator: str = "-") -> str:
-    """``"Steps, and ranks"`` -> ``"steps-and-ranks"``."""
+    """Return the anchor of a heading: ``"Steps, and ranks"`` -> ``"steps-and-ranks"``."""
     return re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", separator)
 
 
@@ -91,7 +91,7 @@ def outer_pages() -> dict[str, str]:
 
 
 def navigation(entries: Sequence[Any], pages: Sequence[str]) -> list[Any]:
-    """Patterns replaced by the pages that they fit and no other entry names, by name."""
+    """Replace patterns by the matching pages that no other entry names, sorted by name."""
     named = set(_leaves(entries))
 
     def found(entry: Any) -> list[Any]:
@@ -130,7 +130,7 @@ def _leaves(entries: Sequence[Any]) -> Iterator[str]:
 
 
 def relink(markdown: str, page: str, repository: str) -> str:
-    """Relative links of a page of the site, from where its text stands in the repository."""
+    """Rewrite the relative links of a page for its place on the site."""
     origins = {uri: path for path, uri in OUTER.items()}
     folder = posixpath.dirname(origins.get(page, f"docs/{page}"))
 
@@ -146,7 +146,7 @@ def relink(markdown: str, page: str, repository: str) -> str:
         if uri is not None:
             return f"]({posixpath.relpath(uri, posixpath.dirname(page) or '.')}{hash_}{part})"
         if not (ROOT / path).exists():
-            return match[0]  # mkdocs says that it leads nowhere
+            return match[0]  # mkdocs reports the dead link
         kind = "tree" if (ROOT / path).is_dir() else "blob"
         return f"]({repository}/{kind}/main/{path}{hash_}{part})"
 
@@ -159,9 +159,9 @@ def relink(markdown: str, page: str, repository: str) -> str:
 
 
 def api_pages() -> dict[str, str]:
-    """A page for every package: its docstring, then its public names, each shown once.
+    """Return a page per package: its docstring, then its public names, each once.
 
-    Read and not imported: hosts need not be installed.
+    Sources are parsed, not imported: hosts need not be installed.
     """
     import griffe  # noqa: PLC0415
 
@@ -178,7 +178,7 @@ def api_pages() -> dict[str, str]:
 
 
 def integrations() -> list[str]:
-    """Trainers in megapack.integrations.hosts that a page or an example names."""
+    """Return the modules of megapack.integrations.hosts that a page or an example names."""
     places = ("README.md", "docs/**/*.md", "examples/*.py")
     texts = [path.read_text(encoding="utf-8") for place in places for path in ROOT.glob(place)]
     found = re.compile(r"\bmegapack\.integrations\.hosts(?:\.| import )([a-z_]+)")
@@ -189,7 +189,7 @@ def integrations() -> list[str]:
 
 
 def public_names(module: Any) -> list[str]:
-    """``__all__``; else what a package imports from itself, or what a module defines."""
+    """Return ``__all__``; else the names that a package imports from itself or a module defines."""
     if module.exports:
         return [str(name) for name in module.exports]
     return [
@@ -222,7 +222,7 @@ def _api_page(title: str, about: str, homes: dict[str, Any], shown: set[str]) ->
     return "\n".join(lines)
 
 
-# The value of a table is not what its reader wants to know.
+# Hide the value of a table, which is long.
 _VALUE_LEFT_OUT = "    options:\n        show_attribute_values: false"
 
 
@@ -230,7 +230,7 @@ _VALUE_LEFT_OUT = "    options:\n        show_attribute_values: false"
 
 
 def parsers() -> dict[str, argparse.ArgumentParser]:
-    """Every command by name."""
+    """Return every command by name."""
     from megapack.cli.main import COMMANDS, build_parser  # noqa: PLC0415
 
     found = {f"megapack-build {name}": build_parser(name) for name in COMMANDS}
@@ -270,7 +270,7 @@ def _command(name: str, parser: argparse.ArgumentParser) -> Iterator[str]:
 
 
 def _invocation(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
-    """`--buckets L,L,...`, every spelling."""
+    """Return all spellings of an option, such as `--buckets L,L,...`."""
     formatter = parser._get_formatter()
     text = _without_ansi(formatter._format_action_invocation(action))
     return ", ".join(f"`{one}`" for one in text.split(", --")).replace("`, `", "`, `--")
@@ -285,14 +285,14 @@ def _without_ansi(text: str) -> str:
 
 
 def prose(text: str) -> Iterator[str]:
-    """Text of a terminal as markdown: what is indented is shown as it stands."""
+    """Convert terminal text to markdown; indented lines become blocks."""
     for indented, lines in _blocks(text.splitlines()):
         body = textwrap.dedent("\n".join(lines)).strip("\n")
         yield from (("```text", body, "```", "") if indented else (escaped(body), ""))
 
 
 def _blocks(lines: Sequence[str]) -> Iterator[tuple[bool, list[str]]]:
-    """Consecutive lines that are indented or not; empty ones go with those before them."""
+    """Yield runs of lines with or without indent; empty lines belong to the previous run."""
     block: list[str] = []
     indented = False
     for line in lines:
@@ -306,7 +306,7 @@ def _blocks(lines: Sequence[str]) -> Iterator[tuple[bool, list[str]]]:
 
 
 def escaped(text: str) -> str:
-    """What markdown would take for emphasis, links or tags; code stays, options are code."""
+    """Escape emphasis, links and tags of markdown, except in code; format options as code."""
     text = re.sub(r"(?<![\w`-])--[a-z][\w-]*(?!`)\b", r"`\g<0>`", text)
     parts = re.split(r"(`+[^`]+`+)", text)
     parts[::2] = [re.sub(r"([*_<>\[\]|~])", r"\\\1", part) for part in parts[::2]]
@@ -323,10 +323,10 @@ class Key:
     name: str
     type: str
     default: str
-    """As in YAML; empty where the key must be given."""
+    """Default as in YAML; empty if the key is required."""
     meaning: str
     section: type | None
-    """What it is one of, if it has keys of its own."""
+    """The configuration class of its value, if it has keys."""
 
 
 def configuration_pages() -> dict[str, str]:
@@ -352,7 +352,7 @@ def configuration_pages() -> dict[str, str]:
         ),
         "configuration/build.md": _configuration(
             "Build",
-            "What `megapack-build tokenize` is asked to do, as Python says it "
+            "Options of `megapack-build tokenize`, in Python "
             "(`megapack.tokenization.pipeline.plan.BuildConfig`).",
             [("", BuildConfig)],
         ),
@@ -375,13 +375,13 @@ def _configuration(title: str, about: str, sections: Sequence[tuple[str, type]])
 
 
 def unit_of(name: str) -> str:
-    """A quantity says its unit in its name: ``micro_batch_tokens`` -> ``"tokens"``."""
+    """Return the unit in a name: ``micro_batch_tokens`` -> ``"tokens"``."""
     last = name.rpartition("_")[2]
     return last if last in ("tokens", "steps", "seconds", "minutes", "bytes", "epochs") else ""
 
 
 def keys(cls: type) -> list[Key]:
-    """The fields of a configuration class, with what is written under them."""
+    """Return the fields of a configuration class, with their docstrings."""
     hints = typing.get_type_hints(cls)
     meanings = _docstrings(cls)
     helps = _build_helps() if cls.__name__ == "BuildConfig" else {}
@@ -397,7 +397,7 @@ def keys(cls: type) -> list[Key]:
 
 
 def _docstrings(cls: type) -> dict[str, str]:
-    """Field -> the string under it; a class has those of its bases, too."""
+    """Return field -> docstring of the field, including base classes."""
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if not dataclasses.is_dataclass(base):
@@ -416,7 +416,7 @@ def _docstrings(cls: type) -> dict[str, str]:
 
 
 def _build_helps() -> dict[str, str]:
-    """Field of BuildConfig -> help of its option, where its meaning is written."""
+    """Return field of BuildConfig -> help of its option."""
     from megapack.cli.main import build_parser  # noqa: PLC0415
     from megapack.tokenization.pipeline.plan import OPTIONS  # noqa: PLC0415
 
@@ -426,7 +426,7 @@ def _build_helps() -> dict[str, str]:
 
 
 def spelled(hint: Any) -> str:
-    """A type as in source: ``tuple[int, ...] | None``."""
+    """Return a type as in source: ``tuple[int, ...] | None``."""
     if hint is types.NoneType:
         return "null"
     if typing.get_origin(hint) is Literal:
@@ -440,7 +440,7 @@ def spelled(hint: Any) -> str:
 
 
 def _default(field: dataclasses.Field[Any]) -> str:
-    """As in YAML."""
+    """Return a value as in YAML."""
     if field.default_factory is not dataclasses.MISSING:
         made = field.default_factory()
         return "as below" if dataclasses.is_dataclass(made) else str(made)

@@ -78,7 +78,7 @@ def heading(x: float, y: float, title: str, below: str) -> list[str]:
 
 
 def step(buckets: SampleIndex, number: int, ids: list[int], x: float, y: float) -> list[str]:
-    """What the two ranks have, half of the samples each, and what attention is told."""
+    """Draw the samples of two ranks, half each, and the boundaries for attention."""
     parts = []
     for rank in range(2):
         boundaries, at = [0], x
