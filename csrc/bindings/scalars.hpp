@@ -1,5 +1,5 @@
 // Names and file names from Python. The Python code validates scalars; bindings take C++ types,
-// which pybind11 converts (TypeError), and check only what could access wrong memory.
+// which pybind11 converts (TypeError), and check only values that could access wrong memory.
 #pragma once
 
 #include <cstdint>

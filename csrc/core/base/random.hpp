@@ -37,7 +37,7 @@ class Random {
     std::uint64_t key_;
 };
 
-// Child of the root generator, by what it decides.
+// Number of a child of the root generator: one for each random decision of a strategy.
 enum class Purpose : std::uint64_t { kDocuments = 0, kAtoms = 1, kSegments = 2, kPools = 3 };
 
 inline constexpr Random random_for(std::uint64_t seed, Purpose purpose) {

@@ -200,7 +200,7 @@ class StreamingPool {
           queues_(largest_ + 1),
           buckets_(rules.capacities.size()) {}
 
-    // Reserves memory for all cut pieces: too little memory fails at once, not after hours.
+    // Reserves memory for all cut pieces, so that a lack of memory is an error at the start.
     void reserve(Span<const Length> lengths) {
         std::size_t pieces = 0;
         for (const std::int64_t length : lengths)

@@ -25,7 +25,7 @@ struct PatternEntry {
 // `count` samples of the same lengths; sample i starts with document entry.rank + i * entry.copies.
 struct Pattern {
     std::int64_t count;
-    std::uint32_t end_entry;  // its entries end here and begin where those before end
+    std::uint32_t end_entry;  // after its last entry; entries of patterns are contiguous
     std::int32_t bucket;
     std::int32_t head;  // index of the head that fills the sample, or -1
 };

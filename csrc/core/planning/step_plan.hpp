@@ -10,8 +10,8 @@
 
 namespace megapack {
 
-// When ranks wait for each other, and so what to minimize. The work of a rank is the largest of its
-// costs, each as a share of the cost of all ranks.
+// When ranks wait for each other; this decides what to minimize. The work of a rank is the largest
+// of its costs, each as a share of the cost of all ranks.
 enum class Balance {
     kMicroBatches,  // after every micro batch: the sum over micro batches of the busiest rank
     kStep,          // once per step: the busiest rank of the step
