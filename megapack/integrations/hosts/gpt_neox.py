@@ -20,12 +20,13 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from megapack.data.blend import Source
 from megapack.errors import ConfigError
 from megapack.integrations.dialects import GPT_NEOX, GPT_NEOX_LABELS
 from megapack.integrations.host import Rebinding, check_options
 from megapack.integrations.rows import text_rows as segments
 from megapack.integrations.rows.dataset import RowOptions
-from megapack.integrations.rows.open_rows import Manifest, Source, is_manifest
+from megapack.integrations.rows.open_rows import Manifest, is_manifest
 from megapack.integrations.rows.text_rows import (
     SPLITS,
     TextRowDataset,
