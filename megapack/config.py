@@ -234,7 +234,7 @@ def check_known(
     """Check that names are known.
 
     Args:
-        where: origin of the names; the message begins with it.
+        where: start of the message: the origin of the names.
         what: kind of the names, as in "key".
         names: names to check.
         known: all known names.
@@ -328,7 +328,7 @@ def check_range(
     """Check that numbers are finite and in a range; None values are not checked.
 
     Args:
-        section: origin of the numbers; the message begins with it.
+        section: start of the message: the origin of the numbers.
         above, at_least: lower bound, exclusive or inclusive.
         below, at_most: upper bound, exclusive or inclusive.
         values: name -> number.

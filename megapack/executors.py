@@ -108,7 +108,7 @@ def _run_processes(
 ) -> list[R]:
     context = multiprocessing.get_context("forkserver")
     counters = context.Array("q", len(Counted._fields))
-    # Nothing is written to the pipe: its end tells the workers that this process has ended.
+    # Nothing is written to the pipe: workers notice by its end that this process has ended.
     reader, writer = context.Pipe(duplex=False)
     start = (_start_worker, (worker, counters, reader))
     with writer, ProcessPoolExecutor(num_processes, context, *start) as pool:

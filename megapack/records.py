@@ -37,8 +37,8 @@ def parse_json(
 
     Args:
         text: bytes are UTF-8.
-        where: origin of the text (a path); the message begins with it.
-        remedy: what to do about damaged text; the message ends with it.
+        where: start of the message: the origin of the text (a path).
+        remedy: end of the message: what to do about damaged text.
         error: class of the error.
 
     Raises:

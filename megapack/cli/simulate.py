@@ -220,7 +220,7 @@ def _steps_of_lengths(args: argparse.Namespace, cluster: Cluster) -> Iterator[_S
     longest = args.max_tokens * args.context
     lengths = cut_documents(uncut[uncut > 0].astype(np.int64), longest)
     if not len(lengths):
-        raise DataError(f"{args.source}: no document has a token; there is no step to simulate")
+        raise DataError(f"{args.source}: no document has a token; give a corpus that has tokens")
     if cut := int((uncut > longest).sum()):
         note(f"{counted(cut, 'document')} of more than {longest:,} tokens cut there")
     ends = np.concatenate([[0], np.cumsum(lengths)])

@@ -75,7 +75,7 @@ class Case:
 
     @property
     def is_fixed_length(self) -> bool:
-        """Whether all samples have one shape."""
+        """True if all samples have one shape."""
         return len(self.buckets) == 1
 
 
