@@ -110,10 +110,7 @@ METRICS: dict[str, Check] = {
 
 
 def find_fault(header: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> str | None:
-    """Return the fault of a header, as the end of a sentence, or None.
-
-    Checks types, then that counts agree with each other and with the small arrays.
-    """
+    """Return the fault of a header (types, or counts that disagree with the arrays), or None."""
     wrong = find_wrong(header, HEADER) or find_wrong(header["metrics"], METRICS)
     if wrong is not None:
         return f"its header {wrong}"
@@ -196,9 +193,7 @@ def write(
 def read(path: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
     """Return the header and the arrays: small ones checked, large ones as ``CheckedArray``.
 
-    Raises:
-        FormatError: not a ``.samples`` file, truncated, damaged, or of another version.
-        OSError: the file cannot be opened.
+    Raises FormatError if it is not a ``.samples`` file, damaged, or of another version; OSError.
     """
     if path.exists() and not path.is_file():
         raise FormatError(f"{path} is not a regular file, so it is not a .samples file")

@@ -100,12 +100,6 @@ def compute_metrics(
 ) -> dict[str, Any]:
     """Return the metrics of an index, as JSON values.
 
-    Args:
-        bucket_capacity: int64 (num_buckets,), tokens.
-        segment_arrays: ``SampleIndex.segment_arrays()``.
-        documents: totals of the documents that were packed.
-        dropped_tokens, repeated_tokens: as the strategy counted them.
-
     Returns:
         Counts: num_documents, num_empty_documents, num_tokens, num_samples, num_segments,
         num_truncated_documents (cut into several segments, or losing tokens; each counted once),

@@ -307,13 +307,8 @@ class SampleIndex:
         """Count the tokens of each sample that have a label: int64 (num_samples,).
 
         A token's label is the next token of its document, even if the segment ends between the two;
-        only the last token of a document has none.
-
-        Args:
-            document_lengths: (num_documents,) lengths of the packed documents.
-
-        Raises:
-            IndexMismatchError: another number of documents.
+        only the last token of a document has none. Raises IndexMismatchError if
+        ``document_lengths`` has another number of documents.
         """
         return _core.label_tokens(*self.segment_arrays(), self._check_lengths(document_lengths))
 
@@ -353,10 +348,8 @@ class SampleIndex:
         """Check that this index was packed from ``dataset``, an IndexedDataset.
 
         Blocks of its .idx are compared with their checksums when they are read
-        (``IndexedDataset.hold_to``), since the fingerprint does not cover them.
-
-        Raises:
-            IndexMismatchError: says what differs.
+        (``IndexedDataset.hold_to``), since the fingerprint does not cover them. Raises
+        IndexMismatchError, which says what differs.
         """
         source, documents = self.source or {}, self.documents
         mismatch = f"{self.path or 'this index'} and {dataset.prefix} do not belong together"
@@ -466,11 +459,8 @@ class SampleIndex:
     def verify(self, document_lengths: Lengths | None = None) -> None:
         """Compare all checksums; with document lengths, also check every segment.
 
-        Segments must lie inside their documents, and samples must not exceed their capacity.
-
-        Raises:
-            FormatError: says what is damaged.
-            IndexMismatchError: another number of documents.
+        Segments must lie inside their documents, and samples must not exceed their capacity. Raises
+        FormatError, which says what is damaged; IndexMismatchError for other documents.
         """
         for array in self._arrays.values():
             if isinstance(array, CheckedArray):

@@ -65,16 +65,10 @@ def plan_packing(
 ) -> PackingPlan:
     """Decide what to pack for a shard manifest, which may exist.
 
-    Args:
-        manifest: path or address; a manifest at an address only lists datasets below its folder.
-        prefixes: datasets; those that are already in the manifest keep their place.
-        options: arguments of ``pack``; ``groups`` is a bool: use the groups of PREFIX.groups.
-        overwrite: ignore an existing manifest.
-
-    Raises:
-        ConfigError: a bad option or name, no datasets, a duplicate, or the existing manifest has
-            other options.
-        FormatError, OSError: the existing manifest is damaged or cannot be read.
+    Datasets that are already in the manifest keep their place. ``options`` are arguments of
+    ``pack``; ``groups`` is a bool: use the groups of PREFIX.groups. ``overwrite`` ignores an
+    existing manifest. Raises ConfigError (a bad option or name, no datasets, a duplicate, an
+    existing manifest with other options), FormatError, OSError.
     """
     path = manifest_path(manifest)
     if not is_shard_manifest(path):
@@ -240,10 +234,8 @@ def pack_shards(
         executor, ray_address: processes of this machine, or one task per shard of a Ray cluster.
         overwrite: replace .samples files of other documents or options.
 
-    Raises:
-        ConfigError, IndexMismatchError, FormatError, OSError: see ``ShardPacker.build``; finished
-            shards remain.
-        MegapackError: a worker was killed, or ray is not installed.
+    Raises as ``ShardPacker.build`` (finished shards remain); MegapackError if a worker was killed
+    or ray is not installed.
     """
     i, n = part or (0, 1)
     if not 0 <= i < n:

@@ -47,9 +47,6 @@ class Cluster:
             added up to a multiple of the stages.
         barrier: data-parallel ranks wait for each other at every ``micro_batch`` (FSDP and ZeRO-3
             gather parameters for each forward and backward), or once per ``step``.
-
-    Raises:
-        ValueError: a number below 1, or context_parallel is not a power of two.
     """
 
     data_parallel: int = 1
@@ -103,11 +100,7 @@ class AssignedStep:
 
     @classmethod
     def of_plan(cls, plan: StepPlan, documents: Integers | None = None) -> AssignedStep:
-        """Return the work of a plan.
-
-        Args:
-            documents: true document lengths, if those of the plan contain padding or cuts.
-        """
+        """Return the work of a plan; ``documents``: true lengths, if the plan has padded ones."""
         true = plan.lengths if documents is None else documents
         shape = (plan.num_micro_batches, plan.num_ranks)
         first = np.tile(np.arange(plan.num_ranks), (shape[0], 1))

@@ -76,11 +76,7 @@ class StepPlan:
     micro_batch: Integers
 
     def of_rank(self, rank: int) -> list[Integers]:
-        """Return the documents of a rank (whole or shared): an array of numbers per micro batch.
-
-        Raises:
-            ValueError: `rank` is out of range.
-        """
+        """Return a rank's documents (whole or shared) by micro batch. Raises ValueError."""
         if not 0 <= rank < self.num_ranks:
             raise ValueError(f"rank is {rank}; the plan is for {self.num_ranks} ranks")
         is_on_rank = (self.first_rank <= rank) & (rank < self.first_rank + self.degree)
