@@ -395,8 +395,7 @@ def read_lengths_file(path: str | os.PathLike[str]) -> NDArray[Any]:
     lengths = open_npy(path)
     if lengths.ndim != 1 or lengths.dtype.kind not in "iu":
         raise DataError(
-            f"{path} has {lengths.dtype} of shape {lengths.shape}; tokens per document are 1-D "
-            "integers"
+            f"{path} has {lengths.dtype} of shape {lengths.shape}; lengths are 1-D integers"
         )
     if (longest := lengths.max(initial=0)) > MAX_DOCUMENT_TOKENS:
         raise DataError(

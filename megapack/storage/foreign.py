@@ -1,4 +1,4 @@
-"""Token files of other tools: where their documents, widths, counts and masks are recorded.
+"""Read token files of other tools: documents, widths, counts and masks.
 
 - ``detect``: the kind of a file; ``KINDS``: reader of each kind, path and dtype to ``Foreign``
 - ``Foreign``: tokens, bounds and facts of a file, each compared with the size of the file
@@ -10,7 +10,7 @@ datatrove    ``<name>.ds`` with ``.index`` (uint64 document ends, in tokens), ``
 dolma        headerless .npy of dolma and OLMo-core with ``.csv.gz`` (begin and end per document)
 llm.c        .bin of llm.c and modded-nanogpt: a header of 256 int32, then tokens
 npy          a 1-D .npy; documents as recorded in ``.csv.gz``, else by a separator
-flat         nothing but tokens (nanoGPT's .bin), documents by a separator
+flat         only tokens (nanoGPT's .bin), documents by a separator
 ===========  ==================================================================================
 
 An index of ends 3, 5 and a file of 20 bytes prove a width of 4 bytes::
@@ -61,14 +61,12 @@ class Foreign:
     num_tokens: int
     layout: ArrayLayout | None = None  # None: documents are separated by a token
     begin_byte: int = 0  # of the first token
-    # Byte of every sequence in tokens_path, when they are not stored in order.
-    pointers: NDArray[np.int64] | None = None
+    pointers: NDArray[np.int64] | None = None  # byte of every sequence, if not stored in order
     metadata: dict[str, Any] = field(default_factory=dict)
     vocab_size: int | None = None
-    # Accept negative values, which are labels.
-    allow_negative: bool = False
+    allow_negative: bool = False  # accept negative values, which are labels
     mask_path: Path | None = None  # a byte per token, 0: predicting this token has no loss
-    recorded: TokenFacts | None = None  # what a meta file of megapack says of the tokens
+    recorded: TokenFacts | None = None  # facts in megapack's meta file
 
 
 def detect(path: str | os.PathLike[str]) -> str:
@@ -103,7 +101,7 @@ def _mmididx(path: Path, _: DTypeLike | None) -> Foreign:
     if dtype is None:
         raise FormatError(f"{prefix}: dtype code {layout.header.dtype_code} means {text}")
     reordered = not facts.widths and facts.names_another_order(dtype.itemsize)
-    # The dtype is decided above, a lost list of documents means one per sequence.
+    # The dtype is known from ``meaning``; lost documents become one per sequence.
     harmless = {"dtype", "documents-lost", *(["pointers"] if reordered else [])}
     for finding in facts.findings():
         if finding.severity != "note" and finding.code not in harmless:
@@ -131,7 +129,7 @@ def _mmididx(path: Path, _: DTypeLike | None) -> Foreign:
 
 
 def _meta_of(prefix: str, facts: Survey, dtype: np.dtype[Any]) -> dict[str, Any] | None:
-    """The meta file of a dataset of megapack, None where it describes another .idx."""
+    """Return megapack's meta file if it describes this .idx or loss weights, else None."""
     with contextlib.suppress(FormatError):  # another tool's file of that name
         meta = read_meta(prefix)
         if holds_weights(meta):
@@ -145,7 +143,7 @@ def _meta_of(prefix: str, facts: Survey, dtype: np.dtype[Any]) -> dict[str, Any]
 
 class _DatatroveMetadata(NamedTuple):
     tokenizer: str | None
-    width: int | None  # bytes per token; files of old releases do not say it
+    width: int | None  # bytes per token; old releases do not record it
     num_tokens: int
 
 
@@ -176,7 +174,7 @@ def _datatrove(path: Path, _: DTypeLike | None) -> Foreign:
 
 
 def _datatrove_metadata(path: Path) -> _DatatroveMetadata | None:
-    """``<path>.metadata``: tokenizer and width, token count, and the count rounded for people."""
+    """Read ``<path>.metadata``: tokenizer and width, token count, rounded count."""
     metadata_path = path_of(path, ".metadata")
     try:
         with open_regular(metadata_path) as file:
@@ -201,7 +199,7 @@ def _datatrove_metadata(path: Path) -> _DatatroveMetadata | None:
 
 
 def _with_datatrove_facts(foreign: Foreign, known: _DatatroveMetadata | None) -> Foreign:
-    """Compare tokens with ``.metadata``, and add the tokenizer's name and the mask."""
+    """Compare tokens with ``.metadata``, and add the tokenizer's name."""
     path = foreign.tokens_path
     if known is not None:
         where = f"{path}.metadata"
@@ -212,7 +210,7 @@ def _with_datatrove_facts(foreign: Foreign, known: _DatatroveMetadata | None) ->
             )
         if known.width is not None and known.width != foreign.dtype.itemsize:
             raise FormatError(
-                f"{where} says that a token has {known.width} bytes; in the files it has "
+                f"{where} records {known.width} bytes per token, the files have "
                 f"{foreign.dtype.itemsize}: restore them, or remove it"
             )
         if known.tokenizer is not None:
@@ -241,7 +239,7 @@ def _dolma(path: Path, _: DTypeLike | None) -> Foreign:
 
 
 def _read_bounds(path: Path) -> NDArray[np.int64]:
-    """Tokens per document of a ``.csv.gz``: begin and end, then what else the tool records."""
+    """Read tokens per document from a ``.csv.gz``: begin, end, and other columns per document."""
     lengths: list[int] = []
     position = 0
     try:
@@ -329,7 +327,7 @@ def _flat(path: Path, dtype: DTypeLike | None) -> Foreign:
     if dtype is None and known is not None and known.width is not None:
         dtype = _BY_WIDTH[known.width]
     if dtype is None:
-        raise ConfigError(f"{path} has no header: say what its tokens are (--dtype uint16)")
+        raise ConfigError(f"{path} has no header: give the type of its tokens (--dtype uint16)")
     chosen = _token_dtype(dtype)
     num_tokens, trailing = divmod(num_bytes, chosen.itemsize)
     if trailing:
@@ -344,14 +342,14 @@ def _flat(path: Path, dtype: DTypeLike | None) -> Foreign:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Reads dicts, lists, strings and numbers; never imports or calls anything."""
+    """Unpickler of dicts, lists, strings and numbers; it never imports or calls anything."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"it needs {module}.{name}")
 
 
 def _nanogpt_vocab_size(path: Path) -> int | None:
-    """The vocabulary that nanoGPT records in ``meta.pkl`` next to train.bin and val.bin."""
+    """Return the vocabulary size in nanoGPT's ``meta.pkl`` next to train.bin and val.bin."""
     meta_path = path.with_name("meta.pkl")
     if path.name not in ("train.bin", "val.bin") or not meta_path.is_file():
         return None
@@ -406,7 +404,7 @@ def open_foreign(
 
 
 def _mask_of(foreign: Foreign) -> Path | None:
-    """The loss mask next to tokens: of datatrove (.loss) or OLMo-core (labels_mask_*)."""
+    """Return the loss mask next to tokens: datatrove's .loss or OLMo-core's labels_mask_*."""
     path = foreign.tokens_path
     candidates = [path_of(path, ".loss")]
     if path.name.startswith("token_ids"):
@@ -425,7 +423,7 @@ def _mask_of(foreign: Foreign) -> Path | None:
 
 
 def _tokenizer_beside(path: Path) -> str | None:
-    """The tokenizer that open-instruct saves next to files for OLMo-core."""
+    """Return the tokenizer that open-instruct saves next to files for OLMo-core."""
     config = path.with_name("tokenizer") / "tokenizer_config.json"
     if not path.name.startswith("token_ids") or not config.is_file():
         return None
@@ -441,7 +439,7 @@ def _tokenizer_beside(path: Path) -> str | None:
 def _proven_width(
     path: Path, num_tokens: int, index_name: str, widths: tuple[int, ...]
 ) -> int | None:
-    """Bytes per token, by the count that an index has; None without tokens."""
+    """Return the bytes per token, from an index's token count; None without tokens."""
     with open_regular(path) as file:
         num_bytes = file_identity(file).num_bytes
     if num_tokens == 0 and num_bytes == 0:
@@ -461,7 +459,7 @@ def _is_number(text: str) -> bool:
 
 
 def _token_dtype(dtype: DTypeLike) -> np.dtype[Any]:
-    """Unsigned ids below the sign bit have the bytes of signed ones."""
+    """Return the signed dtype for uint32 and uint64: ids below the sign bit have equal bytes."""
     for unsigned, signed in ((np.uint32, np.int32), (np.uint64, np.int64)):
         if dtype == unsigned or dtype == np.dtype(unsigned).name:
             return np.dtype(signed)
@@ -469,7 +467,7 @@ def _token_dtype(dtype: DTypeLike) -> np.dtype[Any]:
 
 
 def as_lengths(lengths: NDArray[np.int64]) -> NDArray[np.int32]:
-    """Lengths as an .idx has them; DataError when one is too long."""
+    """Return lengths as int32, as an .idx stores them. Raises DataError: one is too long."""
     longest = int(lengths.max(initial=0))
     if longest > MAX_SEQUENCE_LENGTH:
         raise DataError(

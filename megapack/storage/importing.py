@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -119,15 +120,13 @@ def _read(
             promises = edge_tokens(foreign, layout, scan)
     notes = []
     separators = [*promises.values()] or ([] if eod_token is None else [eod_token])
-    if foreign.pointers is None and (
-        num_empty := count_separators_only(foreign, layout, separators)
-    ):
-        notes.append(f"{num_empty} of the documents contain only a separator")
+    if foreign.pointers is None:
+        num_empty = count_separators_only(foreign, layout, separators)
+        notes += [f"{num_empty} of the documents contain only a separator"] * (num_empty > 0)
     metadata: dict[str, Any] = {**promises, **foreign.metadata}
     if tokenizer := metadata.get("tokenizer", {}).get("name"):
         notes.append(f"tokenizer {tokenizer}")
-    for key in sorted(promises):
-        notes.append(f"{key} {promises[key]}")
+    notes += [f"{key} {promises[key]}" for key in sorted(promises)]
     return _Source(foreign, layout, scan.facts, metadata, notes)
 
 
@@ -202,12 +201,9 @@ def import_dataset(
         how = _write(source, target, link, keeps_bin and source.foreign.pointers is None, overwrite)
     if how is None:
         return f"nothing to do: {output} is there already"
+    tokens = f"{source.foreign.num_tokens} {source.foreign.dtype.name} tokens ({kind}, .bin {how})"
     return "; ".join(
-        [
-            f"{output}: {source.layout.num_documents} documents, {source.foreign.num_tokens} "
-            f"{source.foreign.dtype.name} tokens ({kind}, .bin {how})",
-            *source.notes,
-        ]
+        [f"{output}: {source.layout.num_documents} documents, {tokens}", *source.notes]
     )
 
 
@@ -240,15 +236,13 @@ def _write(source: _Source, target: str, link: str, keeps_bin: bool, overwrite: 
             metadata=source.metadata,
             multimodal=layout.modes is not None,
         )
-        if not check_prefix(
-            target,
-            overwrite=overwrite,
-            difference=lambda: content.difference_from(target),
-            keeps_bin=keeps_bin,
-        ):
-            write_labels()
-            return None
+        difference = partial(content.difference_from, target)
+        is_new = check_prefix(
+            target, overwrite=overwrite, difference=difference, keeps_bin=keeps_bin
+        )
         write_labels()
+        if not is_new:
+            return None
         if bin_file is None and not keeps_bin:
             bin_file, how = _link_or_copy(foreign, bin_path, link)
         publish_dataset(target, content, bin_file)
@@ -284,9 +278,7 @@ def _write_labels_of(source: _Source, target: str, overwrite: bool) -> Callable[
     facts = {"labels": "token id where it carries loss, -100 elsewhere; not shifted"}
     lengths = xxhash.xxh3_128_hexdigest(source.layout.lengths.tobytes())
     # Identity of the documents that the labels belong to.
-    facts["mask"] = " ".join(
-        [digest, lengths, *(sums_digest for _, sums_digest in source.facts.checksums)]
-    )
+    facts["mask"] = " ".join([digest, lengths, *(each for _, each in source.facts.checksums)])
 
     def write() -> None:
         is_same = existing.get("mask") == facts["mask"]
@@ -327,7 +319,7 @@ def _check_ids(foreign: Foreign, tokens: TokenFacts) -> None:
         bits = foreign.dtype.itemsize * 8
         also = f" ({low % 2**bits} as uint{bits})" if low < 0 else ""
         likely = likely_dtype(foreign, foreign.vocab_size)
-        hint = f"; as {likely} they fit: give --dtype {likely}" if likely else ""
+        hint = f"; read as {likely}, they fit" if likely else ""
         raise DataError(
             f"{foreign.tokens_path} has ids from {low}{also} to {high}, outside "
             f"{limits.describe()}{hint}"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import struct
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -84,19 +85,18 @@ def repair(
         try:
             facts = survey(idx_path, bin_path)
         except FormatError:
-            salvaged = _salvage(idx_path, bin_path, done)
-            if salvaged is None:
+            index = _salvage(idx_path, bin_path, done)
+            if index is None:
                 raise
-            index = salvaged
         else:
-            index = _mend(facts, one_document_per_sequence, done)
+            index = _repair_index(facts, one_document_per_sequence, done)
         index, cut = _fit(index, bin_path, drop_truncated, drop_trailing, done)
         if done and not dry_run:
             _replace(prefix, index, cut, done)
     return done
 
 
-def _mend(facts: Survey, one_document_per_sequence: bool, done: list[str]) -> _Index:
+def _repair_index(facts: Survey, one_document_per_sequence: bool, done: list[str]) -> _Index:
     header, name = facts.layout.header, facts.layout.path
     dtype, text = facts.meaning()
     if dtype is None:
@@ -115,11 +115,11 @@ def _mend(facts: Survey, one_document_per_sequence: bool, done: list[str]) -> _I
         modes = np.concatenate([*facts.layout.mode_blocks()])
     elif facts.num_trailing:
         done.append(f"dropped {facts.num_trailing} bytes after the end of the index")
-    ends = _mend_documents(facts, one_document_per_sequence, done)
+    ends = _repair_documents(facts, one_document_per_sequence, done)
     return _Index(dtype, ArrayLayout(facts.layout.lengths(), ends, modes))
 
 
-def _mend_documents(
+def _repair_documents(
     facts: Survey, one_document_per_sequence: bool, done: list[str]
 ) -> NDArray[np.int64] | None:
     header, name = facts.layout.header, facts.layout.path
@@ -231,12 +231,11 @@ def _replace(prefix: str, index: _Index, cut: int | None, done: list[str]) -> No
     else:
         # The checksums stay valid if the same bytes still are the same tokens.
         is_known = meta["bin"]["bytes"] == index.num_bytes and meta["dtype"] == dtype.name
+        scan = partial(scan_tokens, bin_path, dtype, layout.num_tokens)
         content = DatasetContent(
             dtype=dtype,
             layouts=[layout],
-            tokens=TokenFacts.of_meta(meta)
-            if is_known
-            else scan_tokens(bin_path, dtype, layout.num_tokens),
+            tokens=TokenFacts.of_meta(meta) if is_known else scan(),
             vocab_size=meta["vocab_size"],
             metadata=own_metadata(meta),
             multimodal=multimodal,

@@ -1,6 +1,6 @@
 """Facts from the tokens of a file: their width, document ends, begin and end tokens.
 
-- ``Scan``: one pass over all tokens; ``check_width``, ``likely_dtype``: do the ids fit the dtype
+- ``Scan``: one pass over all tokens; ``check_width``, ``likely_dtype``: compare ids with the dtype
 - ``split_documents``: documents between separators; ``count_separators_only``
 - ``edge_tokens``: ids with which every document begins or ends
 
@@ -109,7 +109,7 @@ def check_width(foreign: Foreign, scan: Scan, vocab_size: int | None) -> None:
 
 
 def likely_dtype(foreign: Foreign, vocab_size: int | None) -> str | None:
-    """The type as which the first tokens look like ids."""
+    """Return the type as which the first tokens are plausible ids, or None."""
     num_bytes = foreign.num_tokens * foreign.dtype.itemsize
     with open_regular(foreign.tokens_path) as file:
         file.seek(foreign.begin_byte)
@@ -131,10 +131,9 @@ def likely_dtype(foreign: Foreign, vocab_size: int | None) -> str | None:
 def split_documents(
     foreign: Foreign, scan: Scan, separator: int, at: str | None
 ) -> tuple[ArrayLayout, dict[str, int]]:
-    """The documents between separators, and what the meta file may promise about them.
+    """Return the documents between separators, and begin and end tokens for the meta file.
 
-    Args:
-        at: ``"end"``, ``"start"`` or ``"both"``; None: ``"end"``, refused where that is a guess.
+    ``at`` is ``"end"``, ``"start"`` or ``"both"``; None: ``"end"``, refused if that is a guess.
     """
     path, num_tokens, marks = foreign.tokens_path, foreign.num_tokens, scan.separators
     if num_tokens and not marks.size:
@@ -170,7 +169,7 @@ def split_documents(
 
 
 def _unpaired(marks: NDArray[np.int64], num_tokens: int) -> int | None:
-    """The first token that contradicts documents with a separator at both ends, None: none does."""
+    """Return the first token that contradicts separators at both ends of documents, or None."""
     begins, ends = marks[::2], marks[1::2]
     expected = np.concatenate([[0], ends + 1])[: begins.size]
     wrong = np.flatnonzero(begins != expected)
@@ -182,10 +181,7 @@ def _unpaired(marks: NDArray[np.int64], num_tokens: int) -> int | None:
 
 
 def edge_tokens(foreign: Foreign, layout: ArrayLayout, scan: Scan) -> dict[str, int]:
-    """Ids with which every document begins or ends and that occur nowhere else.
-
-    Two documents are the least that show it.
-    """
+    """Return ids with which every document (of at least two) begins or ends, and no other token."""
     offsets = np.concatenate([[0], np.cumsum(layout.lengths, dtype=np.int64)])
     if layout.ends is not None:
         offsets = offsets[np.concatenate([[0], layout.ends])]

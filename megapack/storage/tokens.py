@@ -190,9 +190,8 @@ class TokenLimits:
 class InputDataset:
     """Dataset with a valid index, which was read once from end to end.
 
-    Raises FormatError: negative lengths, pointers that do not follow from them, documents that do
-    not end with the sequences, too short a .bin, an unknown dtype code, or ``multimodal`` without
-    modes.
+    Raises FormatError: negative lengths, wrong pointers, documents that do not end with the
+    sequences, too short a .bin, an unknown dtype code, or ``multimodal`` without modes.
     """
 
     def __init__(self, prefix: str | os.PathLike[str], multimodal: bool = False) -> None:
@@ -254,10 +253,8 @@ class TokenWriter:
 
         max_tokens = self._buffer.size
         if tokens.size > max_tokens - self._fill:
-            blocks = (
-                tokens[begin : begin + max_tokens] for begin in range(0, tokens.size, max_tokens)
-            )
-            self._append_blocks(blocks, error_at)
+            begins = range(0, tokens.size, max_tokens)
+            self._append_blocks((tokens[at : at + max_tokens] for at in begins), error_at)
             return
         low, high = self._store(tokens, self._fill)
         if not self.limits.hold(low, high):

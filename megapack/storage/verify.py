@@ -206,14 +206,9 @@ def verify(
     if is_remote(prefix):
         try:
             with local_copy(prefix, tokens=tokens) as files:
-                findings_of_copy = verify(
-                    files,
-                    tokens=tokens,
-                    vocab_size=vocab_size,
-                    document_end_token=document_end_token,
-                    progress=progress,
-                )
-                return [_of_address(finding, files, prefix) for finding in findings_of_copy]
+                limits = {"vocab_size": vocab_size, "document_end_token": document_end_token}
+                findings = verify(files, tokens=tokens, progress=progress, **limits)
+                return [_of_address(finding, files, prefix) for finding in findings]
         except FileNotFoundError as error:
             return [Finding("error", "missing", str(error))]
         except FormatError as error:

@@ -74,8 +74,8 @@ def test_copy_returns_the_missing_blocks(tmp_path: Path) -> None:
 def test_chunks_of_an_earlier_boot_are_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a crash of the machine, what was marked as here may never have reached the disk; but of
-    a machine that shares the directory, as a home is shared, nothing is taken."""
+    """After a crash of the machine, blocks marked as cached may be missing on the disk. Chunks of
+    another machine that shares the directory, such as a home, stay."""
     monkeypatch.setenv("MEGAPACK_CACHE", str(tmp_path))
     cache = open_cache()
     entry = cache.entry("docs", "file:///docs")

@@ -247,9 +247,8 @@ def _retry(url: str, attempt: Callable[[], T]) -> T:
             # A slow transfer may exceed the limit at the first attempt: always try twice.
             if (time.monotonic() > deadline and number > 1) or ending.is_set():
                 raise _unreachable(url, error, limit) from error
-            _log_attempt(
-                url, number, _summary(error), f"for {limit:.0f} s (MEGAPACK_RETRY_SECONDS)"
-            )
+            retries = f"for {limit:.0f} s (MEGAPACK_RETRY_SECONDS)"
+            _log_attempt(url, number, _summary(error), retries)
         # Random pauses, so that readers do not retry all at once; the last ends at the deadline.
         ending.wait(min(random.uniform(0, pause), max(0.0, deadline - time.monotonic())))
         pause, number = min(2 * pause, LONGEST_PAUSE), number + 1
@@ -259,7 +258,7 @@ _logged_at: dict[str, float] = {}  # folder -> time of the last log line about i
 _logging = threading.Lock()
 
 
-def _log_attempt(url: str, number: int, why: str, limit: str) -> None:
+def _log_attempt(url: str, number: int, why: str, retries: str) -> None:
     """Log a failed attempt, once per folder and interval: often all requests fail at once."""
     folder = url.rpartition("/")[0]
     with _logging:
@@ -267,7 +266,7 @@ def _log_attempt(url: str, number: int, why: str, limit: str) -> None:
         if now < _logged_at.get(folder, -math.inf) + LOG_SECONDS:
             return
         _logged_at[folder] = now
-    log.warning("%s: attempt %d failed (%s); retrying %s", url, number, why, limit)
+    log.warning("%s: attempt %d failed (%s); retrying %s", url, number, why, retries)
 
 
 def missing(url: str) -> FileNotFoundError:

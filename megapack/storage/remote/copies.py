@@ -169,11 +169,7 @@ def _write_size(path: Path, pair: RemotePair) -> None:
 
 def _written(paths: Iterable[Path], copied: list[os.stat_result]) -> list[Path]:
     """Return the paths of files that are not copies of existing objects."""
-    return [
-        path
-        for path in paths
-        if not any(os.path.samestat(path.stat(), status) for status in copied)
-    ]
+    return [p for p in paths if not any(os.path.samestat(p.stat(), each) for each in copied)]
 
 
 def upload_dataset(prefix: str, address: str) -> None:

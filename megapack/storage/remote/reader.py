@@ -138,14 +138,12 @@ class RemoteTokens:
             self._cache.will_write((last - first) * BLOCK_BYTES)
             with self._cache.locks.held(str(self._chunks.folder), first, last - first):
                 absent = self._chunks.copy(np.arange(first, last), None)
-                for begin, end in runs_of(
-                    absent, last - first
-                ):  # empty if another process was faster
-                    data = self._object.read(
-                        begin * BLOCK_BYTES,
-                        min(end * BLOCK_BYTES, self._object.num_bytes),
-                        partial(self._check, begin),
-                    )
+                # One request for all missing blocks; none if another process was faster.
+                for begin, end in runs_of(absent, last - first):
+                    end_byte = min(end * BLOCK_BYTES, self._object.num_bytes)
+                    sums = self._checksums
+                    check = partial(sums.check, begin) if sums else lambda _: None
+                    data = self._object.read(begin * BLOCK_BYTES, end_byte, check)
                     with self._cache.naming_full_disk():
                         self._chunks.write(begin, data)
             self._seen[first:last] = True
@@ -153,10 +151,6 @@ class RemoteTokens:
             with self._flight_lock:
                 for block in new_blocks:
                     self._in_flight.pop(block, None)
-
-    def _check(self, first: int, data: memoryview) -> None:
-        if self._checksums is not None:
-            self._checksums.check(first, data)
 
     def pin(self, blocks: Blocks) -> None:
         """Keep copied blocks in memory until ``unpin``, called once per ``pin``."""
@@ -244,15 +238,11 @@ log = logging.getLogger(__name__)
 _SUFFIXES = (".idx", ".bin", ".meta.json", SUFFIX)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RemotePair:
-    """One version of a remote dataset.
+    """One version of a remote dataset."""
 
-    Attributes:
-        local_prefix: of the copies of .idx and, if it exists, .meta.json.
-    """
-
-    local_prefix: str
+    local_prefix: str  # of the copies of .idx and, if it exists, .meta.json
     bin_object: RemoteObject
     checksums: BlockChecksums | None
     cache: Cache
@@ -279,7 +269,11 @@ def open_remote_pair(prefix: str) -> RemotePair:
         cache.fetch(sums, path, BlockChecksums.read)
         checksums = BlockChecksums.read(path)
         digests = {suffix: digest for suffix, (_, digest) in checksums.files.items()}
-        _check_sizes(prefix, checksums, bin_object)
+        if checksums.bin_bytes != bin_object.num_bytes:
+            raise FormatError(
+                f"{prefix}{SUFFIX} belongs to a .bin of {checksums.bin_bytes:,} bytes, not "
+                f"{bin_object.num_bytes:,}: upload the dataset again (`megapack-build upload`)"
+            )
     if meta is not None:
         check = _has_checksum(digests.get(".meta.json"))
         cache.fetch(meta, path_of(local_prefix, ".meta.json"), check)
@@ -297,9 +291,7 @@ def open_remote_pair(prefix: str) -> RemotePair:
             prefix,
             SUFFIX,
         )
-    return RemotePair(
-        local_prefix=local_prefix, bin_object=bin_object, checksums=checksums, cache=cache
-    )
+    return RemotePair(local_prefix, bin_object, checksums, cache)
 
 
 def fetch_file(url: str, check: Callable[[Path], object] = lambda _: None) -> Path:
@@ -309,7 +301,7 @@ def fetch_file(url: str, check: Callable[[Path], object] = lambda _: None) -> Pa
     if remote_object is None:
         raise missing(url)
     cache = open_cache()
-    _, name = split_address(url)
+    name = split_address(url)[1]
     path = cache.entry(name, url, remote_object) / name
     cache.fetch(remote_object, path, check)
     return path
@@ -323,14 +315,6 @@ def exists(prefix: str) -> bool:
 def _find(urls: Iterable[str]) -> list[RemoteObject | None]:
     with ThreadPoolExecutor(len(_SUFFIXES)) as pool:
         return list(pool.map(find_object, urls))
-
-
-def _check_sizes(prefix: str, checksums: BlockChecksums, bin_object: RemoteObject) -> None:
-    if checksums.bin_bytes != bin_object.num_bytes:
-        raise FormatError(
-            f"{prefix}{SUFFIX} belongs to a .bin of {checksums.bin_bytes:,} bytes, not "
-            f"{bin_object.num_bytes:,}: upload the dataset again (`megapack-build upload`)"
-        )
 
 
 def _has_checksum(expected: str | None) -> Callable[[Path], object]:
