@@ -122,15 +122,9 @@ class IndexedDatasetBuilder:
         return self._tokens.num_tokens
 
     def add_item(self, tokens: Any, mode: int = 0) -> None:
-        """Add one sequence to the current document; ``end_document()`` ends it.
-
-        Args:
-            tokens: integers: an array, a tensor, a list, or a list of numeric strings.
-            mode: of the sequence, if multimodal.
-
-        Raises:
-            DataError: an id outside the dtype or the vocabulary.
-        """
+        """Add one sequence (integers: an array, a tensor, a list, or a list of numeric strings) to
+        the current document; ``end_document()`` ends it. ``mode``: of the sequence, if multimodal.
+        Raises DataError: an id outside the dtype or the vocabulary."""
         self._require_open()
         ids = self._as_stored(tokens)
         _check_length(ids.size)
@@ -176,16 +170,10 @@ class IndexedDatasetBuilder:
         self._log.end_document()
 
     def add_documents(self, flat_tokens: Any, offsets: Any) -> None:
-        """Add many documents of one sequence each, at the speed of a copy.
-
-        Args:
-            flat_tokens: 1-D integers, the concatenated documents.
-            offsets: (num_documents + 1,) integers: document d is ``flat_tokens[offsets[d]:offsets[d
-                + 1]]``; first 0, last ``len(flat_tokens)``.
-
-        Raises:
-            DataError: an id outside the dtype or the vocabulary, or wrong offsets.
-        """
+        """Add many documents of one sequence each, at the speed of a copy: document d is
+        ``flat_tokens[offsets[d]:offsets[d + 1]]``. ``offsets``: (num_documents + 1,) integers,
+        first 0, last ``len(flat_tokens)``. Raises DataError: an id outside the dtype or the
+        vocabulary, or wrong offsets."""
         self._require_open()
         self._log.require_closed()
         ids, bounds = self._as_stored(flat_tokens), np.asarray(offsets)
@@ -225,15 +213,10 @@ class IndexedDatasetBuilder:
         self._log.end_document()
 
     def finalize(self, idx_path: str | os.PathLike[str] | None = None) -> None:
-        """Write the index and rename all files to their final names.
-
-        Args:
-            idx_path: path of the .idx, as Megatron's callers pass it; ``<prefix>.idx`` by default.
-
-        Raises:
-            DataError: sequences were added after the last ``end_document()``.
-            OSError: the files cannot be written (disk full, ...); nothing is left behind.
-        """
+        """Write the index and rename all files to their final names; ``idx_path`` is the path of
+        the .idx, as Megatron's callers pass it, by default ``<prefix>.idx``. Raises DataError:
+        sequences were added after the last ``end_document()``; OSError: disk full, ...; nothing is
+        left behind."""
         self._require_open()
         self._log.require_closed()
         try:
@@ -318,14 +301,10 @@ def write_weights(prefix: str | os.PathLike[str], weights: Iterable[Any], **opti
 
         write_weights("corpus", map(numpy.load, sorted(Path("weights").glob("*.npy"))))
 
-    Args:
-        prefix: of the documents.
-        weights: for every document in order, one number per token (``as_loss_weights``).
-        options: of ``IndexedDatasetBuilder``: metadata, overwrite.
-
-    Raises:
-        DataError: a document has another number of tokens than weights, there are too few or too
-            many, or a weight cannot be stored.
+    ``weights`` has, for every document in order, one number per token (``as_loss_weights``);
+    ``options`` are those of ``IndexedDatasetBuilder``: metadata, overwrite. Raises DataError: a
+    document has another number of tokens than weights, there are too few or too many, or a weight
+    cannot be stored.
     """
     lengths = read_document_lengths(prefix).tolist()
     with IndexedDatasetBuilder(prefix_of(prefix) + WEIGHTS, np.float16, **options) as builder:

@@ -107,10 +107,7 @@ class IndexedDataset:
         self.multimodal = multimodal
         if is_remote(self.prefix):
             self._open_remote()
-        else:
-            self._open_local()
-
-    def _open_local(self) -> None:
+            return
         self._files = self.prefix  # of .idx and .meta.json
         self._index, bin_file = open_pair(self.prefix)
         with bin_file:

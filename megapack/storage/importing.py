@@ -61,9 +61,6 @@ MASKED = -100
 _LABEL_BLOCK = 1 << 20  # tokens
 
 
-# ---- The import ----------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class _Source:
     """File with known documents and checked tokens."""

@@ -361,8 +361,7 @@ def open_pair(prefix: str) -> tuple[IndexFile, io.FileIO]:
     while True:
         timed_out = time.monotonic() > deadline
         try:
-            index = IndexFile(idx_path)
-            tokens = open_regular(bin_path)
+            index, tokens = IndexFile(idx_path), open_regular(bin_path)
             if index.has_its_name():
                 return index, tokens
             tokens.close()

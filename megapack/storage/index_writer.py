@@ -188,25 +188,19 @@ def _index_blocks(
     yield np.zeros(1, np.int64)
     begin = 0
     for layout in layouts:
-        yield from _shifted_ends(layout, begin)
+        end = 0
+        for ends in layout.end_blocks():
+            shifted, end = _core.shift_document_ends(ends, layout.num_sequences, end, begin)
+            yield shifted
+        if end != layout.num_sequences:
+            raise FormatError(
+                f"documents end at sequence {end} of {layout.num_sequences}; "
+                "`megapack-build repair` repairs files that lost them in a merge"
+            )
         begin += layout.num_sequences
     if multimodal:
         for layout in layouts:
             yield from layout.mode_blocks()
-
-
-def _shifted_ends(layout: Layout, begin: int) -> Iterator[NDArray[np.int64]]:
-    """Yield a layout's document ends, counted from sequence ``begin``. Raises FormatError: they
-    decrease, exceed the number of sequences, or do not reach it."""
-    end = 0
-    for ends in layout.end_blocks():
-        shifted, end = _core.shift_document_ends(ends, layout.num_sequences, end, begin)
-        yield shifted
-    if end != layout.num_sequences:
-        raise FormatError(
-            f"documents end at sequence {end} of {layout.num_sequences}; "
-            "`megapack-build repair` mends files that lost them in a merge"
-        )
 
 
 def _blocks(array: NDArray[Any]) -> Iterator[NDArray[Any]]:
@@ -245,7 +239,7 @@ class DocumentLog:
         if self._ends is None:
             if self.num_documents == len(self._lengths):
                 return
-            self._ends = _counted(self.num_documents - 1)
+            self._ends = array("q", np.arange(1, self.num_documents, dtype=np.int64).tobytes())
         self._ends.append(len(self._lengths))
 
     def add_layout(self, layout: Layout) -> None:
@@ -265,7 +259,7 @@ class DocumentLog:
         if self._ends is None:
             if np.array_equal(ends, np.arange(first, first + ends.size)):
                 return
-            self._ends = _counted(first - 1)
+            self._ends = array("q", np.arange(1, first, dtype=np.int64).tobytes())
         self._ends.frombytes(ends.tobytes())
 
     def require_closed(self) -> None:
@@ -283,12 +277,6 @@ class DocumentLog:
         lengths = np.frombuffer(self._lengths, np.int32) if self._lengths else np.zeros(0, np.int32)
         modes = np.frombuffer(self._modes, np.int8) if self._modes else np.zeros(0, np.int8)
         return ArrayLayout(lengths, ends, modes if self.multimodal else None)
-
-
-def _counted(num_documents: int) -> array[int]:
-    ends = array("q")
-    ends.frombytes(np.arange(1, num_documents + 1, dtype=np.int64).tobytes())
-    return ends
 
 
 @dataclass(frozen=True, kw_only=True)

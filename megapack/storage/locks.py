@@ -37,15 +37,11 @@ _LOCK_MARK = b"megapack lock: "
 class WriterLock:
     """Lock on a path, held from construction until ``release()`` or the end of the process.
 
-    The kernel locks the file ``<path>.lock``, which names host, process and purpose. It appears
-    complete and locked, and its holder removes it; a leftover of a killed process locks nothing. A
-    file of that name that does not begin with megapack's mark is never opened for writing, changed
-    or removed. A forked child shares the lock and never removes the file.
-
-    Args:
-        path: file, prefix or directory to be written; links are followed.
-        what: purpose, for the message to other writers: ``"merge"``.
-        shared: let others share the lock.
+    The kernel locks the file ``<path>.lock``, which names host, process and purpose (``what``). It
+    appears complete and locked, and its holder removes it; a leftover of a killed process locks
+    nothing. A file of that name that does not begin with megapack's mark is never opened for
+    writing, changed or removed. A forked child shares the lock and never removes the file. Links
+    are followed; ``shared``: let others share the lock.
 
     Raises:
         LockedError: another writer holds it; names its host and process.

@@ -56,7 +56,7 @@ def repair(
     one_document_per_sequence: bool = False,
     dry_run: bool = False,
 ) -> list[str]:
-    """Repair a dataset's .idx in place.
+    """Repair a dataset's .idx in place; return what was (or would be) done, one sentence each.
 
     Repaired by default: a dtype code of another tool's table (proven by the pointers and the size
     of .bin), pointers that overflowed or do not follow from the lengths, documents that are missing
@@ -69,9 +69,6 @@ def repair(
         drop_trailing: remove bytes of .bin that belong to no sequence.
         one_document_per_sequence: discard invalid document indices.
         dry_run: change nothing.
-
-    Returns:
-        What was (or would be) done, one sentence each; empty for a sound dataset.
 
     Raises:
         FormatError: it cannot be repaired, or only with one of the arguments above.

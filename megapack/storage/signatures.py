@@ -30,9 +30,11 @@ _LLM_C_OTHERS = {
     20240328: "a tokenizer of llm.c",
     20240527: "an optimizer state of llm.c",
 }
-_NO_TOKENS = "it holds no plain token ids; import a file of tokens"
+_NO_TOKENS = "it contains no plain token ids; import a file of tokens"
 _LITDATA = "read it with litdata, and add its documents to a megapack.IndexedDatasetBuilder"
-_TEXT = "it holds text: megapack-build tokenize --input {path} --output-prefix corpus --tokenizer T"
+_TEXT = (
+    "it contains text: megapack-build tokenize --input {path} --output-prefix corpus --tokenizer T"
+)
 _SAVE = "save {} with numpy.save, and import that .npy"
 _UNPACK = "unpack it first: {tool} {path}"
 
@@ -40,11 +42,7 @@ _UNPACK = "unpack it first: {tool} {path}"
 _MAGICS: tuple[tuple[bytes, str, str], ...] = (
     (b"\x93NUMPY", "a .npy file", "import it with --kind npy (the default finds it)"),
     (b"MMIDIDX\0\0", "the .idx of a Megatron pair", "import the prefix: leave out the ending .idx"),
-    (
-        b"TNTIDX\0\0",
-        "the .idx of a fairseq dataset",
-        "write it with Megatron's --dataset-impl mmap",
-    ),
+    (b"TNTIDX\0\0", "the .idx of fairseq", "write it again with Megatron's --dataset-impl mmap"),
     (b"\x28\xb5\x2f\xfd", "a zstd stream", _UNPACK.format(tool="zstd -d", path="{path}")),
     (b"\xfd7zXZ\0", "an xz stream", _UNPACK.format(tool="xz -dk", path="{path}")),
     (b"\x04\x22\x4d\x18", "an lz4 stream", _UNPACK.format(tool="lz4 -d", path="{path}")),

@@ -28,9 +28,6 @@ _LARGEST_VOCABULARY = 1 << 20  # no tokenizer has more ids; two uint16 ids read 
 _SAMPLE_TOKENS = 1 << 16
 
 
-# ---- One pass over the tokens --------------------------------------------------------------------
-
-
 class Scan:
     """Facts of all tokens, read once from end to end."""
 
@@ -46,7 +43,7 @@ class Scan:
 
         def look(block: Tokens, *_: int) -> None:
             nonlocal begin
-            # A block begins at a multiple of 4.
+            # Every block begins at a multiple of 4.
             for k in range(min(4, block.size)):
                 self.maxima[k] = max(self.maxima[k], int(block[k::4].max()))
             self.num_first += int(np.count_nonzero(block == self.first))
@@ -55,13 +52,8 @@ class Scan:
                 positions.append(np.flatnonzero(block == separator) + begin)
             begin += block.size
 
-        self.facts = scan_tokens(
-            foreign.tokens_path,
-            foreign.dtype,
-            foreign.num_tokens,
-            look,
-            begin_byte=foreign.begin_byte,
-        )
+        path, dtype, count = foreign.tokens_path, foreign.dtype, foreign.num_tokens
+        self.facts = scan_tokens(path, dtype, count, look, begin_byte=foreign.begin_byte)
         if positions:
             self.separators = np.concatenate(positions)
 
@@ -77,8 +69,8 @@ def mapped_tokens(foreign: Foreign) -> Tokens:
 def _is_plausible(maxima: NDArray[np.int64], num_tokens: int, limit: int) -> bool:
     """Return whether ids can have this width, by the largest at the positions 0 to 3 modulo 4.
 
-    Ids read at half their width have a high half at every second position: 0, or at most 15 for a
-    vocabulary below 2^20. Ids read at twice their width exceed every vocabulary.
+    Ids read at half their width have their high half at every second position: 0, or at most 15 for
+    a vocabulary below 2^20. Ids read at twice their width exceed every vocabulary.
     """
     if int(maxima.max(initial=0)) >= limit:
         return False

@@ -10,11 +10,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -184,11 +183,9 @@ class TokenLimits:
         return f"[{self.low}, {self.high}] ({self.dtype.name}{vocabulary})"
 
 
-# ---- Input datasets: checked, never mapped, so that a merge can have thousands -------------------
-
-
 class InputDataset:
-    """Dataset with a valid index, which was read once from end to end.
+    """Dataset with a valid index, which was read once from end to end; never mapped, so that a
+    merge can have thousands.
 
     Raises FormatError: negative lengths, wrong pointers, documents that do not end with the
     sequences, too short a .bin, an unknown dtype code, or ``multimodal`` without modes.
@@ -307,26 +304,21 @@ class TokenWriter:
         """Write all blocks, or none if one has an id outside the limits."""
         self.flush()
         done, lowest, highest = 0, 2**63, -(2**63)
-        with self._all_or_nothing():
-            for block in blocks:
-                same_dtype = block.dtype == self.limits.dtype
-                low, high = _core.token_range(block) if same_dtype else self._store(block, 0)
-                if not self.limits.hold(low, high):
-                    outside = self.limits.first_outside(block)
-                    raise error_at(done + outside, block[outside])
-                self._write(block if same_dtype else self._buffer[: block.size])
-                done, lowest, highest = done + block.size, min(lowest, low), max(highest, high)
-        self._count(done, lowest, highest)
-
-    @contextlib.contextmanager
-    def _all_or_nothing(self) -> Iterator[None]:
         hasher, hashed_bytes = self._hasher.copy(), self._hashed_bytes
         try:
             with self.target.all_or_nothing():
-                yield
+                for block in blocks:
+                    same_dtype = block.dtype == self.limits.dtype
+                    low, high = _core.token_range(block) if same_dtype else self._store(block, 0)
+                    if not self.limits.hold(low, high):
+                        outside = self.limits.first_outside(block)
+                        raise error_at(done + outside, block[outside])
+                    self._write(block if same_dtype else self._buffer[: block.size])
+                    done, lowest, highest = done + block.size, min(lowest, low), max(highest, high)
         except BaseException:
             self._hasher, self._hashed_bytes = hasher, hashed_bytes
             raise
+        self._count(done, lowest, highest)
 
     def _store(self, tokens: Tokens, begin: int) -> tuple[int, int]:
         return _core.store_tokens(tokens, self._buffer, begin, self.limits.low, self.limits.high)

@@ -48,8 +48,6 @@ __all__ = ["Finding", "find_duplicates", "has_errors", "leftovers", "verify"]
 RESTORE = "restore .bin from a copy or build it again"
 DATASET = rf"({'|'.join(map(re.escape, BESIDE))})?\.(bin|idx|meta\.json|samples)"
 
-# ---- Checks that read .bin: checksums, range of ids, begin and end tokens of documents -----------
-
 
 class TokenChecks(NamedTuple):
     """Rules for tokens; None: not checked."""
@@ -187,7 +185,7 @@ def verify(
     document_end_token: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Finding]:
-    """Run all checks on one dataset.
+    """Run all checks on one dataset; return all findings. Without errors it is sound.
 
     Args:
         prefix: with or without ``.idx``; the .bin of a remote dataset is fetched whole.
@@ -195,9 +193,6 @@ def verify(
         vocab_size: upper limit of ids; by default the meta file's.
         document_end_token: last token of every non-empty document; by default the meta file's.
         progress: called with (bytes read, all bytes) of .bin.
-
-    Returns:
-        All findings; a dataset without errors is sound.
 
     Raises:
         OSError: a file exists but cannot be read.

@@ -324,7 +324,15 @@ _CHUNKS = re.compile(r".+\.bin\.[0-9a-f]{8}")  # a folder of chunks in an entry
 def open_cache() -> Cache:
     """Return the cache named by the environment. Raises ConfigError: a variable is invalid."""
     directory = os.environ.get("MEGAPACK_CACHE") or Path.home() / ".cache" / "megapack"
-    limit = _limit()
+    text = os.environ.get("MEGAPACK_CACHE_SIZE")
+    try:
+        limit = parse_size(text) if text else None
+    except ConfigError as error:
+        raise ConfigError(f"MEGAPACK_CACHE_SIZE: {error}") from error
+    if limit is not None and limit < SMALLEST_SIZE:
+        raise ConfigError(
+            f"MEGAPACK_CACHE_SIZE is {text!r}; it must be at least {size(SMALLEST_SIZE)}"
+        )
     opened = _open_cache(os.path.realpath(directory), os.getpid())
     opened.limit = limit
     return opened
@@ -336,36 +344,16 @@ def _open_cache(directory: str, _pid: int) -> Cache:
     return Cache(Path(directory))
 
 
-def _limit() -> int | None:
-    text = os.environ.get("MEGAPACK_CACHE_SIZE")
-    if not text:
-        return None
-    try:
-        limit = parse_size(text)
-    except ConfigError as error:
-        raise ConfigError(f"MEGAPACK_CACHE_SIZE: {error}") from error
-    if limit < SMALLEST_SIZE:
-        raise ConfigError(
-            f"MEGAPACK_CACHE_SIZE is {text!r}; it must be at least {size(SMALLEST_SIZE)}"
-        )
-    return limit
-
-
 class Cache:
-    """Cache in one directory.
-
-    Attributes:
-        limit: maximal size in bytes, or None.
-        locks: exclusive locks of processes; in_use: shared locks on entries.
-    """
+    """Cache in one directory."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.limit: int | None = None
+        self.limit: int | None = None  # maximal size in bytes
         try:
             directory.mkdir(parents=True, exist_ok=True)
             self.locks = RangeLocks(directory / "locks")
-            self.in_use = RangeLocks(directory / "in_use")
+            self.in_use = RangeLocks(directory / "in_use")  # shared locks on entries
         except OSError as error:
             why = f"{error.strerror}: set MEGAPACK_CACHE to a directory where this user may write"
             raise OSError(error.errno, why, str(directory)) from error
@@ -559,8 +547,7 @@ def _remove_earlier_chunks(entry: Path) -> None:
 
 
 def bytes_on_disk(path: Path) -> int:
-    """Bytes of a file on the disk; 0 if another process has just removed it."""
-    try:
+    """Return the bytes of a file on the disk; 0 if another process has just removed it."""
+    with contextlib.suppress(FileNotFoundError):
         return path.stat().st_blocks * 512
-    except FileNotFoundError:
-        return 0
+    return 0

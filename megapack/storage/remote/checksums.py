@@ -45,17 +45,11 @@ _SMALL = (".idx", ".meta.json")
 
 @dataclass(frozen=True, kw_only=True)
 class BlockChecksums:
-    """Checksums of one dataset.
+    """Checksums of one dataset."""
 
-    Attributes:
-        bin_bytes: size of .bin.
-        blocks: uint64 (num_blocks,), xxh3_64 of every block of .bin.
-        files: suffix -> (bytes, xxh3_128) of the small files.
-    """
-
-    bin_bytes: int
-    blocks: NDArray[np.uint64]
-    files: dict[str, tuple[int, str]]
+    bin_bytes: int  # size of .bin
+    blocks: NDArray[np.uint64]  # (num_blocks,), xxh3_64 of every block of .bin
+    files: dict[str, tuple[int, str]]  # suffix -> (bytes, xxh3_128) of the small files
 
     @staticmethod
     def read(path: Path) -> BlockChecksums:

@@ -7,6 +7,7 @@ Credentials and endpoints come from the client's usual places.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
 import logging
@@ -189,11 +190,9 @@ def put_object(
 
 def remove_object(url: str) -> None:
     """Delete an object if it exists. Raises as ``RemoteObject.read``."""
-    try:
+    with contextlib.suppress(FileNotFoundError):
         store, name = _store_of(url)
         _retry(url, lambda: _client().delete(store, name))
-    except FileNotFoundError:
-        return
 
 
 def names_in(folder: str) -> list[str]:

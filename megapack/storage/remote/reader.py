@@ -44,8 +44,10 @@ from megapack.storage.remote.cache import (
 from megapack.storage.remote.checksums import BLOCK_BYTES, SUFFIX, BlockChecksums
 from megapack.storage.remote.client import RemoteObject, find_object, missing
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+_SUFFIXES = (".idx", ".bin", ".meta.json", SUFFIX)
 GAP_BLOCKS = 8  # unneeded blocks that one request may include instead of becoming two
 # Blocks per memory page, which is freed as a whole: 64 KiB on some ARM machines.
 PAGE_BLOCKS = max(1, mmap.PAGESIZE // BLOCK_BYTES)
@@ -229,13 +231,6 @@ def read_consistently(wanted: list[tuple[RemoteTokens, Blocks]], read: Callable[
     finally:
         for tokens, blocks in wanted:
             tokens.unpin(blocks)
-
-
-# ---- Datasets and files -------------------------------------------------------------------------
-
-log = logging.getLogger(__name__)
-
-_SUFFIXES = (".idx", ".bin", ".meta.json", SUFFIX)
 
 
 @dataclass(frozen=True)
