@@ -205,8 +205,8 @@ def _tiny(configuration: Any, build: Build) -> tuple[Any, Any]:
 
 
 def _reference(tiny: Any, build: Build, length: int = LENGTHS[0]) -> Any:
-    """Build a model on the CPU under ``eager`` and run one document. Any exception means that the
-    configuration does not work."""
+    """Build a model on the CPU under ``eager`` and run one document. An exception: it does not
+    work."""
     size = sum(shape.numel() for shape in _shapes(tiny, build).values())
     if size > MOST_PARAMETERS:
         raise ConfigError(f"shrunk it still has {size:,} parameters (limit {MOST_PARAMETERS:,})")

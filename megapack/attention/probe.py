@@ -40,11 +40,9 @@ _PIECE = 64  # tokens; below all known position thresholds
 class SegmentPlaces(NamedTuple):
     """Segments of a micro batch with those of padding; int64 tensors, one entry per segment."""
 
-    begins: Tensor
-    """First token, counted over all rows."""
+    begins: Tensor  # first token, counted over all rows
     lengths: Tensor
-    rooms: Tensor
-    """Tokens up to the next begin: the length, or more where segments are aligned."""
+    rooms: Tensor  # tokens up to the next begin: the length, or more where segments are aligned
 
     @staticmethod
     def of(batch: Mapping[str, Any]) -> SegmentPlaces:
@@ -81,16 +79,15 @@ def probe(
 
     Every rank must call it: it always runs six forwards, with ``longest`` seven. ConfigError: a
     token sees another document or the future; a document depends on the length of others; a loss
-    counts against the mask, or does not count; outputs do not depend on the tokens, or are not
-    finite.
+    counts against the mask, or does not count; outputs are infinite, or the same for other tokens.
 
     Args:
         forward: maps a batch like this one to logits or hidden states ``(..., width)``, or to one
             loss per token in the order of ``batch["tokens"]``, 0 where the host masks it. Any float
             dtype and device. It runs without gradients; the caller sets modes (dropout off).
         batch: tokens, labels int64 and loss_mask float32 ``(rows, R)``, cu_seqlens int32 1-D or per
-            row; on the CPU. If it has no label, the probe labels every token with the next one of
-            its document, or else of its row.
+            row; on the CPU. Without labels the probe takes next tokens of documents, or else of
+            rows.
         outputs: result of ``forward``.
         counted: returns which losses of a batch count, bool ``(rows, R)``, for hosts that cannot
             represent every mask (``megapack.integrations.dialects``); None: those in ``loss_mask``.
@@ -289,12 +286,9 @@ def _check_part(
 class _Change(NamedTuple):
     """Effect of changed tokens, per token."""
 
-    difference: Tensor
-    """Largest change of an output, float32."""
-    unmoved: Tensor
-    """Bool: the output must not change."""
-    movable: Tensor
-    """Bool: the output may change."""
+    difference: Tensor  # largest change of an output, float32
+    unmoved: Tensor  # bool: the output must not change
+    movable: Tensor  # bool: the output may change
 
 
 def _token_places(segments: SegmentPlaces, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:

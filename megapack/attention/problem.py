@@ -122,8 +122,7 @@ class Backend:
             output ``[T, H, D]`` and the log-sum-exp ``[H, T]``.
         backward: ``(grad_out, forward, segments, rule)`` with a ``Forward``; returns the gradients
             of q, k and v. None: autograd differentiates ``forward``, which returns only the output.
-        refusal: returns why the backend cannot serve the needs, or None; called after the check of
-            softcap and alibi.
+        refusal: returns why the backend cannot serve the needs for other reasons, or None.
         softcap, alibi: whether the backend supports the rule. Every backend supports windows.
     """
 

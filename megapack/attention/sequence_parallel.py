@@ -31,12 +31,11 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
 
 
 def over_ranks(configuration: Any, group: Any) -> Callable[[Attention], Attention]:
-    """Return a decorator that makes an attention function work on slices of a process group's
-    ranks.
+    """Return a decorator that makes an attention function work on slices of tokens.
 
     The decorated function exchanges if the model's forward got ``sequence_parallel_size`` above 1;
     then all ranks of the group must call it. Raises ConfigError if their number does not divide the
-    heads of the configuration.
+    heads.
     """
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF  # noqa: PLC0415
 

@@ -175,22 +175,17 @@ def randomize(model: nn.Module, seed: int = 0) -> None:
             parameter.add_(noise.to(parameter.device, parameter.dtype))
 
 
-# Output of every module by name, float32 ``[T, ...]``, in order of completion; the last is "", the
-# logits.
+# Output of every module by name, float32 ``[T, ...]``, in order; the last is "", the logits.
 Trace: TypeAlias = dict[str, Tensor]
 
 
 class Row(NamedTuple):
     """Documents in one row, as a model gets them in training."""
 
-    tokens: Tensor
-    """``[1, T]`` int64."""
-    labels: Tensor
-    """``[1, T]`` int64: the next token of the same document, -100 at its end."""
-    position_ids: Tensor
-    """``[1, T]`` int64, from 0 in every document."""
-    cu_seqlens: Tensor
-    """``[documents + 1]`` int32."""
+    tokens: Tensor  # ``[1, T]`` int64
+    labels: Tensor  # ``[1, T]`` int64: the next token of the same document, -100 at its end
+    position_ids: Tensor  # ``[1, T]`` int64, from 0 in every document
+    cu_seqlens: Tensor  # ``[documents + 1]`` int32
     max_seqlen: int
 
     @staticmethod

@@ -4,8 +4,7 @@
 - ``choose_backend``: the backend of a run, chosen at start; ``refusals``: why others cannot serve.
 
 ``torch.compile`` does not look into ``megapack::varlen_attn``, so a model compiles to one graph for
-all segment layouts, and no mask is ever built. Repeat the last entry of ``cu_seqlens`` to give it
-the same shape in every batch.
+all segment layouts, and no mask is ever built. ``cu_seqlens`` may repeat its last entry.
 
     choose_backend(AttentionNeeds(device=torch.device("cpu"), dtype=torch.float32, head_dim=64,
                                   num_heads=4, num_key_value_heads=2, softcap=True)).name
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapack.attention import eager, flex, sdpa
+from megapack.attention import flex
 from megapack.attention.flash import FLASH2, FLASH3, TORCH
 from megapack.attention.problem import (
     AttentionNeeds,
@@ -31,12 +30,12 @@ from megapack.attention.problem import (
     Segments,
     accumulator,
 )
+from megapack.attention.segmentwise import EAGER, SDPA
 from megapack.errors import ConfigError
 
 # In order of preference, fastest first. The last one serves everything.
 BACKENDS: dict[str, Backend] = {
-    backend.name: backend
-    for backend in (FLASH3, FLASH2, TORCH, flex.BACKEND, sdpa.BACKEND, eager.BACKEND)
+    backend.name: backend for backend in (FLASH3, FLASH2, TORCH, flex.BACKEND, SDPA, EAGER)
 }
 
 
@@ -87,8 +86,7 @@ def varlen_attention(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
 ) -> Tensor:
-    """Compute attention in which a position sees only its own segment; return ``[T, H, D]`` in the
-    dtype of ``query``.
+    """Compute attention inside segments; return ``[T, H, D]`` in the dtype of ``query``.
 
     ValueError: wrong shapes; a rule that ``backend`` does not support; with a CPU backend,
     ``cu_seqlens`` that does not describe T tokens.

@@ -50,8 +50,7 @@ class Dialect:
         mask_of_target: the mask refers to the predicted token, not to the predicting position.
         mask_dtype: float32 holds any weight, other dtypes 0 and 1.
         positions: key of the position ids, int64 (rows, R).
-        restart: a document begins at each position 0, so the host supports neither other positions
-            nor attention windows.
+        restart: a document begins at each position 0: no other positions, no attention windows.
         ends: keys of cu_seqlens, in the form of the batch.
         padded_ends: keys of cu_seqlens with alignment padding, if segments are aligned.
         ends_dtype: dtype of ends and padded_ends.
@@ -78,11 +77,6 @@ class Dialect:
     longest: tuple[str, ...] = ()
     lengths: tuple[str, str] | None = None
     flat: bool = False
-
-    @property
-    def labels_from_tokens(self) -> bool:
-        """Whether the host derives labels from the tokens."""
-        return self.labels is None and self.target_labels is None
 
 
 TRANSFORMERS = Dialect(
@@ -162,19 +156,9 @@ VERL_SFT = Dialect(
     restart=True,
 )
 DIALECTS = {
-    "transformers": TRANSFORMERS,
-    "megatron": MEGATRON,
-    "megatron_bridge": MEGATRON_BRIDGE,
-    "gpt_neox": GPT_NEOX,
-    "gpt_neox_labels": GPT_NEOX_LABELS,
-    "megatron_deepspeed": MEGATRON_DEEPSPEED,
-    "torchtitan": TORCHTITAN,
-    "torchtitan_rows": TORCHTITAN_ROWS,
-    "olmo_core": OLMO_CORE,
-    "olmo_core_evaluation": OLMO_CORE_EVALUATION,
-    "nanotron": NANOTRON,
-    "verl_sft": VERL_SFT,
+    name.lower(): value for name, value in dict(globals()).items() if isinstance(value, Dialect)
 }
+"""Dialects by the lowercase name of their variables: ``DIALECTS["gpt_neox"] is GPT_NEOX``."""
 
 
 # ---- A batch in a dialect
@@ -183,21 +167,19 @@ DIALECTS = {
 class LossTerms(NamedTuple):
     """Target and loss weight of every position; weight 0: no loss."""
 
-    targets: Tensor
-    """int64 (rows, R)."""
-    weights: Tensor
-    """float32 (rows, R)."""
+    targets: Tensor  # int64 (rows, R)
+    weights: Tensor  # float32 (rows, R)
 
 
 def loss_terms(batch: Mapping[str, Any], dialect: Dialect) -> LossTerms:
     """Return the losses of a batch that the dialect can represent.
 
     A host that shifts text predicts the next token of the row, so a different label (the next token
-    of a document that is cut there) is dropped. One that shifts rows of R tokens has no place for
-    the label of the last position.
+    of a document that is cut there) is dropped. One that shifts rows of R tokens loses the label of
+    the last position.
     """
     tokens, labels, weights = batch["tokens"], batch["labels"], batch["loss_mask"]
-    if dialect.labels_from_tokens:
+    if dialect.labels is None and dialect.target_labels is None:  # the host takes them from text
         following = pad(tokens[:, 1:], (0, 1), value=IGNORED)
         if dialect.one_more:
             following[:, -1] = labels[:, -1]
@@ -211,11 +193,17 @@ def emit(batch: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
     """Return a micro batch of megapack (on the CPU) in the dialect of a host. Raises ConfigError if
     the dialect cannot represent it: loss weights without a float mask, positions or attention
     windows with ``restart``, or aligned segments."""
-    targets, weights = loss_terms(batch, dialect)
-    out: dict[str, Any] = {dialect.tokens: _text(batch) if dialect.one_more else batch["tokens"]}
-    if dialect.mask_dtype != torch.float32 or dialect.mask is None:
-        _check_weights(weights, dialect)
-    labels = targets
+    labels, weights = loss_terms(batch, dialect)
+    out: dict[str, Any] = {dialect.tokens: batch["tokens"]}
+    if dialect.one_more:  # append the last label, or any id if there is none
+        last_label = batch["labels"][:, -1:].clamp(min=0)
+        out[dialect.tokens] = torch.cat([batch["tokens"], last_label], dim=1)
+    any_weight = dialect.mask is not None and dialect.mask_dtype == torch.float32
+    if not any_weight and not ((weights == 0) | (weights == 1)).all():
+        raise ConfigError(
+            f"sources have loss weights, and {dialect.name} only knows which tokens count: leave "
+            "loss_weight out, or use weights of 0 and 1"
+        )
     if dialect.mask is None:
         labels = labels.masked_fill(weights == 0, IGNORED)
     if dialect.ignored != IGNORED:
@@ -235,23 +223,9 @@ def emit(batch: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
 
 
 def join_ends(ends: Tensor) -> Tensor:
-    """Join boundaries of rows, ``(rows, n)`` from 0 with perhaps repeated tails, into one int32 1-D
-    list for all rows in a row."""
+    """Join boundaries of rows, ``(rows, n)``, perhaps with repeated tails, into int32 1-D."""
     lengths = ends.diff(dim=-1).flatten()
     return pad(lengths[lengths > 0].cumsum(0), (1, 0)).to(torch.int32)
-
-
-def _text(batch: Mapping[str, Any]) -> Tensor:
-    """Return R + 1 tokens: the last one is the last label, or any id if there is no label."""
-    return torch.cat([batch["tokens"], batch["labels"][:, -1:].clamp(min=0)], dim=1)
-
-
-def _check_weights(weights: Tensor, dialect: Dialect) -> None:
-    if not ((weights == 0) | (weights == 1)).all():
-        raise ConfigError(
-            f"sources have loss weights, and {dialect.name} only knows which tokens count: leave "
-            "loss_weight out, or use weights of 0 and 1"
-        )
 
 
 def _add_boundaries(batch: Mapping[str, Any], dialect: Dialect, out: dict[str, Any]) -> None:

@@ -42,8 +42,7 @@ class Rebinding:
         return bool(self._replaced)
 
     def replace(self, owner: ModuleType | type, name: str, value: Any) -> None:
-        """Bind ``owner.name`` to ``value``. If the host has no such name, undo all replacements and
-        raise ConfigError."""
+        """Bind ``owner.name`` to ``value``. Without such a name, undo everything; ConfigError."""
         if not hasattr(owner, name):
             self.undo()
             raise ConfigError(

@@ -15,9 +15,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from megapack.attention import eager, flex
+from megapack.attention import flex
 from megapack.attention.flash import TORCH
 from megapack.attention.problem import Forward, ScoreRule, Segments
+from megapack.attention.segmentwise import formula_forward
 from megapack.training.config import ModelConfig
 from megapack.training.model.architecture import model_configuration
 from megapack.training.model.opening import build_model
@@ -86,7 +87,7 @@ def test_a_wait_is_seen_and_so_is_a_tensor_left_on_the_host(fake: None) -> None:
     rule = ScoreRule(scale=1.0)
     here = Segments(torch.empty(3, dtype=torch.int32, device="cuda"), 8)
     with pytest.raises(DataDependentOutputException):
-        eager.forward(q, q, q, here, rule)  # the formula reads cu_seqlens, hence its last place
+        formula_forward(q, q, q, here, rule)  # the formula reads cu_seqlens, hence its last place
     on_host = Segments(torch.empty(3, dtype=torch.int32), 8)
     with pytest.raises(RuntimeError, match=r"same device|two different devices"):
         TORCH.forward(q, q, q, on_host, rule)

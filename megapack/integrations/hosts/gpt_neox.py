@@ -43,8 +43,7 @@ LOADERS = ("build_train_valid_test_data_loaders", "build_train_valid_test_data_i
 
 
 class NeoXProvider:
-    """Replacements of the functions of ``megatron.data.data_utils`` that build datasets; see
-    ``install`` for the arguments."""
+    """Replacements of functions of ``megatron.data.data_utils``; arguments as for ``install``."""
 
     def __init__(self, *, varlen: bool = True, full_validation: bool = False) -> None:
         self.varlen, self.full_validation = varlen, full_validation
@@ -58,7 +57,12 @@ class NeoXProvider:
         def build(neox_args: Any, *args: Any, **kwargs: Any) -> Any:
             if self.varlen:
                 segments.require_one_stage(neox_args.pipe_parallel_size)
-                check_options({"attention_config": _flash(neox_args.attention_config)})
+                kinds = sorted(set(neox_args.attention_config or ["global"]))
+                reason = (
+                    "attention inside documents needs flash in every layer "
+                    '("attention_config": [[["flash"], "all"]]), or install(varlen=False)'
+                )
+                check_options({"attention_config": (kinds, ["flash"], reason)})
             by_documents = getattr(neox_args, "weight_by_num_documents", None)
             per_character = self.full_validation and neox_args.char_level_ppl
             check_options({
@@ -168,21 +172,16 @@ def evaluate_from_first_row(stock: Any) -> Callable[..., Any]:
     @functools.wraps(stock)
     def shift(neox_args: Any, data_loaders: Any, *args: Any, **kwargs: Any) -> Any:
         iterators = stock(neox_args, data_loaders, *args, **kwargs)
-        return iterators[0], *(_repeat(data_loaders[name]) for name in SPLITS[1:])
+        loaders = [data_loaders[name] for name in SPLITS[1:]]
+        return iterators[0], *(None if one is None else _repeat(one) for one in loaders)
 
     return shift
 
 
-def _repeat(loader: Any) -> Iterator[Any] | None:
-    if loader is None:
-        return None
-
-    def forever() -> Iterator[Any]:
-        while True:
-            loader.batch_sampler.start_iter = 0
-            yield from loader
-
-    return forever()
+def _repeat(loader: Any) -> Iterator[Any]:
+    while True:
+        loader.batch_sampler.start_iter = 0
+        yield from loader
 
 
 def _weight_losses() -> None:
@@ -219,8 +218,7 @@ def blendable(stock: Callable[..., Any]) -> Callable[..., Any]:
 def install(*, varlen: bool = True, full_validation: bool = False) -> None:
     """Replace NeoX's functions; call it before ``megatron.training`` is imported.
 
-    Raises ConfigError if this is not GPT-NeoX, its training module is already imported, or for
-    full_validation without varlen.
+    ConfigError: not GPT-NeoX, an imported training module, or full_validation without varlen.
 
     Args:
         varlen: attention, positions and loss mask per segment (needs flash attention and one
@@ -280,12 +278,3 @@ def _epochs(epochs_or_weights: Sequence[Any], number: int) -> int | None:
     """Return the epochs of one split; older releases pass lists of weights here."""
     value = epochs_or_weights[number] if number < len(epochs_or_weights) else None
     return value if isinstance(value, int) else None
-
-
-def _flash(attention_config: Sequence[str] | None) -> tuple[Any, Any, str]:
-    kinds = sorted(set(attention_config or ["global"]))
-    reason = (
-        "attention inside documents needs flash in every layer "
-        '("attention_config": [[["flash"], "all"]]), or install(varlen=False)'
-    )
-    return kinds, ["flash"], reason

@@ -39,8 +39,7 @@ class PackedBatches:
     """Micro batches of one rank, from the trainer's count of consumed samples to its last step.
 
     nanotron counts tokens under ``data_path``, and calls ``get_consumption_stats`` of ``dataset``,
-    which is this object. ``labels`` is the mean number of labels per micro batch in the current
-    step.
+    which is this object. ``labels`` is the mean label count of the step's micro batches.
     """
 
     def __init__(self, ranks: RankRows, data_path: str) -> None:
@@ -66,15 +65,13 @@ class PackedBatches:
         return {self.data_path: {"tokens": tokens}}
 
     def masked_mean(self, loss: Tensor, label_mask: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the sum of a micro batch's losses ``(rows, R)`` over ``labels``; replaces
-        nanotron's mean."""
+        """Return the sum of losses ``(rows, R)`` over ``labels``, in place of nanotron's mean."""
         if self._probed is not None:
             self._probed.append(seen_losses(loss * label_mask, label_mask))
         return (loss * label_mask).sum(dtype=dtype) / self.labels
 
     def probe_at_first(self, module: Any) -> None:
-        """Probe the model (without DistributedDataParallel) at its first call: seven forwards
-        (``megapack.integrations.probe``)."""
+        """Probe the model (without DistributedDataParallel) at its first call: seven forwards."""
 
         def hook(module: Any, args: Any, received: dict[str, Any]) -> None:
             del args

@@ -47,8 +47,7 @@ __all__ = ["PackedOlmoCallback", "PackedOlmoEvaluator", "PackedOlmoLoader"]
 
 
 class PackedOlmoLoader(DataLoaderBase):  # type: ignore[misc]  # not installed where types are checked
-    """Loader of a rank's steps. Raises ConfigError for sizes that exclude each other, and as
-    ``open_rows``.
+    """Loader of a rank's steps. Raises ConfigError for sizes that do not fit, and as ``open_rows``.
 
     Args:
         data_path: a .bin/.idx prefix, a manifest file, or JSON text.
@@ -219,7 +218,7 @@ class PackedOlmoCallback(Callback):  # type: ignore[misc]
 
     ``probe`` also probes the model on the first step (``megapack.integrations.probe``): seven
     forwards; the log has their duration. Not with tensor or context parallelism, where a rank has
-    only parts of the outputs.
+    only part of them.
     """
 
     probe: bool = True

@@ -18,8 +18,8 @@ Six documents of 9, 3, 7, 2, 5 and 6 tokens form one step of two ranks that hold
 
 All ranks have the same number of micro batches. The loss of the step is the sum of weight times
 loss over all of them; DistributedDataParallel averages over ranks, so a loop multiplies by their
-number. A plan is a pure function of lengths, so every rank computes it alone; in GRPO ranks first
-exchange their completions.
+number. A plan is a pure function of lengths, so every rank computes it alone; GRPO ranks first
+exchange completions.
 
 Tested with TRL 1.16 and Accelerate 1.15; docs/guides/planned_steps.md.
 """
@@ -341,8 +341,7 @@ class PlannedGRPOMixin:
         keep_groups: assign all completions of a prompt to one rank, and to one micro batch if they
             fit. With steps_per_generation above 1 GRPOTrainer shuffles completions over steps; then
             groups stay together within each step.
-        planning: further options of ``plan_step``: balance, linear_cost_tokens,
-            max_documents_per_rank.
+        planning: further options of ``plan_step``, see ``PlannedSteps``.
         host: arguments of GRPOTrainer, by name.
     """
 
@@ -413,9 +412,9 @@ class PlannedGRPOMixin:
         return loss * inputs.get("loss_share", 1.0)
 
     def _assign(self, rows: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return this rank's micro batches of the step's completions. GRPOTrainer gathers metrics
-        per completion, so a micro batch has the same number of rows on all ranks: missing ones are
-        rows of zeros."""
+        """Return this rank's micro batches of the step's completions. GRPOTrainer gathers
+        metrics per completion, so rows of zeros fill micro batches to the same number of rows on
+        all ranks."""
         gathered = self._gather_ranks(rows)
         masks = gathered["completion_mask"] * gathered.get("tool_mask", 1)
         num_labels = masks.sum(1).cpu().numpy()
@@ -494,8 +493,7 @@ class PlannedGRPOMixin:
 
 
 def _score(model: Any, ids: Tensor, attention_mask: Tensor, keep: int) -> tuple[Tensor, Tensor]:
-    """Return log-probability and entropy of the last `keep` tokens of rows with padding, from a
-    forward of one packed row."""
+    """Return log-probability and entropy of the last `keep` tokens of padded rows, packed."""
     mask = attention_mask.bool()
     if not mask.any():  # only rows of zeros: forward one token, as every rank must forward
         mask = mask.index_fill(1, torch.zeros(1, dtype=torch.int64, device=mask.device), True)

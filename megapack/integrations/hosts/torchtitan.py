@@ -41,8 +41,8 @@ __all__ = ["PackedDataLoader", "PackedTitanTrainer", "packed"]
 
 
 class PackedDataLoader(BaseDataLoader):  # type: ignore[misc]  # not installed where types are checked
-    """Loader of a rank's micro batches. Raises ConfigError for sizes that exclude each other, and
-    as ``open_rows``."""
+    """Loader of a rank's micro batches. ConfigError: sizes that do not fit; also as
+    ``open_rows``."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):  # type: ignore[misc]
@@ -205,8 +205,8 @@ def _every_loss(loss_fn: Any) -> Iterator[list[Tensor]]:
 def packed(
     config: Any, data_path: str, *, train_fraction: float = 1.0
 ) -> PackedTitanTrainer.Config:
-    """Return a torchtitan configuration with megapack's trainer and loaders; command-line options
-    work as before.
+    """Return a torchtitan configuration with megapack's trainer and loaders; options work as
+    before.
 
     Args:
         config: a ``Trainer.Config``, from torchtitan's registries or your own. A row has

@@ -90,7 +90,14 @@ def check_model(
         embeddings = bare.get_input_embeddings().modules()
         size = next(e.num_embeddings for e in embeddings if hasattr(e, "num_embeddings"))
         check_token_ids(dataset, size)
-        _check_windows(text._attn_implementation, dataset)
+        windows, attention = dataset.samples.windows, text._attn_implementation
+        if windows and attention != ATTENTION_NAME and "flash" not in attention:
+            raise ConfigError(
+                f"the run has attention windows {windows}, and attention {attention!r} builds its "
+                "mask from positions, which do not show them: load the model with "
+                f"attn_implementation={ATTENTION_NAME!r} or 'flash_attention_2', or leave "
+                "attention_window out"
+            )
         if longest is None:
             longest = dataset.longest_position()
 
@@ -133,29 +140,19 @@ def parallel_sizes(trainer: Any, reason: str) -> dict[str, tuple[Any, Any, str]]
     }
 
 
-def _check_windows(implementation: str, dataset: PackedDataset) -> None:
-    windows = dataset.samples.windows
-    if windows and implementation != ATTENTION_NAME and "flash" not in implementation:
-        raise ConfigError(
-            f"the run has attention windows {windows}, and attention {implementation!r} builds its "
-            "mask from positions, which do not show them: load the model with attn_implementation="
-            f"{ATTENTION_NAME!r} or 'flash_attention_2', or leave attention_window out"
-        )
-
-
 class PackedTrainerMixin:
     """Mixin for ``Trainer`` and its subclasses: trains on ``MicroBatches``.
 
     Every rank has its own loader. A resume skips the micro batches of earlier steps without
     gathering them, and may use another number of ranks: then change ``gradient_accumulation_steps``
     accordingly, and steps keep their samples. It raises ResumeError if the corpus or the schedule
-    gives other samples for earlier steps, or if the model, the tokenizer, the content of the data
-    or a training argument changed.
+    gives other samples for earlier steps, or if model, tokenizer, data content or a training
+    argument changed.
 
     Attributes:
         probe: before training, check the model on two early micro batches (seven forwards, see
-            ``megapack.attention.probe``; the log has their duration), and check once that its loss
-            uses the labels of the batch.
+            ``megapack.attention.probe``; the log has their duration), and once that its loss uses
+            the labels.
         allow_change: keys that may differ at a resume, as the error names them.
     """
 
@@ -225,9 +222,8 @@ class PackedTrainerMixin:
         logger.info("documents of a micro batch are kept apart: probed in %.1f s", seconds)
 
     def _scale_noise(self, batches: MicroBatches) -> None:
-        """Scale the noise of NEFTune by the length of each document instead of the row's:
-        ``alpha / sqrt(length * width)`` times a uniform number from -1 to 1 (Jain et al.,
-        *NEFTune*, 2023)."""
+        """Scale the noise of NEFTune by the length of each document instead of the row's: ``alpha /
+        sqrt(length * width)`` times a uniform number in [-1, 1] (Jain et al., 2023)."""
         if self.neftune_noise_alpha is None:  # type: ignore[attr-defined]
             return
         if batches.dataset.samples.windows:
@@ -319,8 +315,7 @@ class PackedTrainerMixin:
         return self.get_eval_dataloader(test_dataset)
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Weight the loss of every micro batch by its labels: Trainer averages the results, and so
-        gets the mean over all labels."""
+        """Weight losses by labels, so that Trainer's average is the mean over all labels."""
         loss, *rest = super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
         loader: Any = self.callback_handler.eval_dataloader  # type: ignore[attr-defined]
         if loss is not None and isinstance(loader.dataset, MicroBatches):
@@ -388,8 +383,7 @@ class PackedTrainerMixin:
         return torch.div(labels, num_items_in_batch)
 
     def _micro_batch_divisor(self, inputs: dict[str, Any]) -> Tensor | None:
-        """Return the divisor with which ``compute_loss_func`` gives the mean of one micro batch;
-        None without such a function."""
+        """Return what ``compute_loss_func`` must divide by for the mean of one micro batch."""
         if self.compute_loss_func is None:  # type: ignore[attr-defined]
             return None
         # With average_tokens_across_devices Trainer multiplies the loss by the ranks.
@@ -492,8 +486,8 @@ class PackedTrainer(PackedTrainerMixin, transformers.Trainer):  # type: ignore[m
 
 def sft_trainer(*, train_dataset: MicroBatches, args: Any, **options: Any) -> Any:
     """Return TRL's SFTTrainer on packed micro batches; ``args`` is an SFTConfig, ``options`` are
-    further arguments of SFTTrainer. Raises ConfigError if ``args`` would pack a second time, or set
-    a mask that rows do not support."""
+    further arguments of SFTTrainer. Raises ConfigError if ``args`` would pack again, or set a mask
+    that rows lack."""
     import datasets  # type: ignore[import-untyped] # noqa: PLC0415
     from trl import SFTTrainer  # noqa: PLC0415
 
@@ -505,11 +499,9 @@ def sft_trainer(*, train_dataset: MicroBatches, args: Any, **options: Any) -> An
     })  # fmt: skip
     args.dataset_kwargs = {**(args.dataset_kwargs or {}), "skip_prepare_dataset": True}
 
-    class PackedSFTTrainer(PackedTrainerMixin, SFTTrainer):  # type: ignore[misc]  # no stubs
-        """SFTTrainer on packed micro batches."""
-
+    kind: Any = type("PackedSFTTrainer", (PackedTrainerMixin, SFTTrainer), {})
     # SFTTrainer's constructor only takes a datasets.Dataset.
     placeholder = datasets.Dataset.from_dict({"input_ids": [[0]], "labels": [[0]]})
-    trainer = PackedSFTTrainer(args=args, train_dataset=placeholder, **options)
+    trainer = kind(args=args, train_dataset=placeholder, **options)
     trainer.train_dataset = train_dataset
     return trainer

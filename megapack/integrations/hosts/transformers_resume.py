@@ -46,8 +46,7 @@ class ScheduleOfRun(transformers.TrainerCallback, ExportableState):  # type: ign
     """Save in checkpoints (trainer_state.json) what determines a run, and compare it at a resume.
 
     Compares the samples of earlier steps, the configuration of the model with its attention and
-    dtype, the tokenizer, the bytes of the data, and the training arguments. ResumeError names a
-    difference with both values.
+    dtype, the tokenizer, the bytes of the data, and the training arguments (ResumeError).
     """
 
     schedule: Schedule | None = None

@@ -155,18 +155,17 @@ class SFTRows(Dataset[dict[str, Tensor]]):
     A row has ``data.max_length`` tokens: whole samples of one bucket. A step has
     ``data.train_batch_size`` rows of one bucket. The trainer shuffles rows with torch's
     DistributedSampler (seed 0 and the epoch); this class undoes it, so that steps are those of the
-    schedule on any number of ranks. A second epoch would have another shuffle, so one epoch must
-    contain the rows of the whole run.
+    schedule on any number of ranks. A second epoch would have another shuffle, so one epoch must be
+    the whole run.
 
     Raises ConfigError if options of ``data`` would pad or cut rows, or if the tokenizer lacks ids.
 
     Args:
         parquet_files: ``data.train_files`` or ``val_files``: instead of parquet a manifest, a shard
             manifest or the prefix of a dataset (``megapack.integrations.rows.open_rows``).
-        config: verl's ``data``. ``+data.probe=False`` switches ``probe_worker`` off, which else
-            runs before the first step.
-        max_samples: rows of the whole run (``data.train_max_samples``), rounded down to whole
-            steps; -1: one epoch of documents.
+        config: verl's ``data``. ``+data.probe=False`` switches ``probe_worker`` off.
+        max_samples: rows of the run (``data.train_max_samples``), cut to whole steps; -1: one
+            epoch.
     """
 
     def __init__(
@@ -223,8 +222,7 @@ class SFTRows(Dataset[dict[str, Tensor]]):
     def __getitems__(self, numbers: Sequence[int]) -> list[dict[str, Tensor]]:
         """Return the rows of one rank in one step: input_ids, position_ids (0 where a document
         begins) int64 and loss_mask float32 (of targets), all ``(max_length,)``; verl's collator
-        makes nested tensors of them. Raises ConfigError if these are not the rows of a rank in the
-        next step."""
+        makes nested tensors of them. Raises ConfigError for rows of another step."""
         places = self._places[list(numbers)].tolist()
         rows_per_step = self.rows.options.rows_per_block
         ranks = rows_per_step // len(places)
@@ -252,8 +250,7 @@ def _unstack(batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
 
 
 def probe_worker(worker: Any, rows: SFTRows, settings: Mapping[str, Any]) -> float:
-    """Refuse a worker of verl that trains packed rows wrongly (``megapack.integrations.probe``);
-    return seconds.
+    """Refuse a worker of verl that trains packed rows wrongly; return seconds.
 
     The probe compares the contributions of single log-probabilities to the worker's own loss.
     ConfigError: documents of a row see each other, or losses count for the wrong tokens.

@@ -8,8 +8,8 @@ options, seed, position): a host resumes from its count of consumed samples, on 
 
 A finite set (evaluation) has every sample once: with 5 samples of a bucket, in blocks of 2 rows of
 2, the first block has 4 samples, the second a row with one and an empty row. Missing samples are
-padding without labels, so batches and ranks divide evenly, and sums of losses and labels equal
-those of the documents one by one.
+padding without labels, so batches and ranks divide evenly, and sums of losses and labels stay
+exact.
 
 Stages of a manifest count blocks. A stage added at a resume changes no earlier row. (The host saves
 a count, not the program, so nothing detects an edit of earlier stages.)
@@ -39,13 +39,12 @@ from megapack.data.sampler import equal_groups, refuse_token_weights
 from megapack.data.schedule import Step
 from megapack.errors import ConfigError
 
-# ---- Micro batches through the host's DataLoader
-# Hosts build loaders with default_collate and worker processes: default_collate stacks rows key by
-# key, and every tensor crosses to the training process in its own shared memory, which takes
-# several times as long as gathering. So the rows of a micro batch are views of stacked tensors,
-# collating returns those tensors, and a worker sends only row numbers. The worker has read the rows
-# into memory; the training process (its pin_memory thread if any) gathers them again without the
-# GIL.
+# ---- Micro batches through the host's DataLoader Hosts build loaders with default_collate and
+# worker processes: default_collate stacks rows key by key, and every tensor crosses to the training
+# process in its own shared memory, which takes several times as long as gathering. So the rows of a
+# micro batch are views of stacked tensors, collating returns those tensors, and a worker sends only
+# row numbers. The worker has read the rows into memory; the training process (its pin_memory thread
+# if any) gathers them again, without GIL.
 
 
 class GatheredRows(abc.ABC):
@@ -129,14 +128,12 @@ PREFETCHED_BATCHES = 2  # of rows in object stores
 class RowOptions:
     """Options of a host, in addition to its data path."""
 
-    sequence_length: int
-    """Tokens of a row."""
+    sequence_length: int  # tokens of a row
     rows_per_block: int
     """Consecutive rows of one bucket: a multiple of all micro batch sizes x data-parallel sizes in
     use; usually the global batch size."""
     seed: int
-    align: int = 1
-    """Segments start at multiples of this number of tokens (see ``Manifest.align``)."""
+    align: int = 1  # segments start at multiples of this number of tokens (see ``Manifest.align``)
     cu_seqlens: Literal["exact", "padded"] = "padded"
     """padded: repeat the last value up to ``sequence_length + 1`` entries."""
 
@@ -155,8 +152,7 @@ class Block(NamedTuple):
 
 
 class RowDataset(GatheredRows, Dataset[dict[str, Tensor]]):
-    """Rows of constant length in schedule order. Raises ConfigError for loss weights per token,
-    which hosts do not support.
+    """Rows of constant length in schedule order. ConfigError for loss weights per token.
 
     Args:
         order: order of buckets, a name of ``megapack.data.ORDERS``.
@@ -212,8 +208,8 @@ class RowDataset(GatheredRows, Dataset[dict[str, Tensor]]):
         return self._block(self._check(i) // self.options.rows_per_block).step.bucket
 
     def samples_of(self, i: int) -> NDArray[np.int64]:
-        """Return the sample ids of row ``i`` in order, int64 (row // capacity,); fewer at the end
-        of a finite set."""
+        """Return the sample ids of row ``i``, int64 (row // capacity,), or fewer in a finite
+        set."""
         block, within = divmod(self._check(i), self.options.rows_per_block)
         step, places = self._block(block)
         samples: NDArray[np.int64] = step.sample_ids[places[within][places[within] >= 0]]

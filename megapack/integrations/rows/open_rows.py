@@ -55,8 +55,7 @@ logger = logging.getLogger(__name__)
 MANIFEST_SUFFIXES = (".json", ".yaml", ".yml")
 SMALLEST_DEFAULT_BUCKET = 256
 MOST_DEFAULT_BUCKETS = 5
-# Options that a stage of a host's rows may have. The host decides the length of rows, and how many
-# form a step and a micro step.
+# Options that a stage of a host's rows may have. The host decides the sizes of rows and steps.
 STAGE_FIELDS = frozenset(
     {"from_step", "from_tokens", "weights", "order", "num_cycles", "skip_steps", "exclude", "ramp"}
     | {"attention_window", "window_steps", "fim_rates"}
@@ -144,8 +143,7 @@ def _source(data_path: str, weight: float | None = None) -> Source:
 
 
 def default_buckets(sequence_length: int, align: int = 1) -> tuple[int, ...]:
-    """Return the sequence length and its halves, down to a sixteenth or 256 tokens, ascending; all
-    are multiples of ``align``."""
+    """Return the sequence length and its halves, down to a sixteenth or 256 tokens, ascending."""
     buckets = [sequence_length]
     while len(buckets) < MOST_DEFAULT_BUCKETS:
         half, remainder = divmod(buckets[-1], 2)
@@ -169,18 +167,14 @@ MAX_THREADS = 8
 class Recipe:
     """All options that, together with the documents, decide an index."""
 
-    begin: int
-    """First document."""
-    end: int
-    """One past the last document."""
+    begin: int  # first document
+    end: int  # one past the last document
     strategy: str
     parameters: dict[str, Any]
     buckets: tuple[int, ...]
     seed: int
-    align: int = 1
-    """Each segment takes a multiple of this many tokens."""
-    fim_room: int = 0
-    """Tokens by which a document may grow (``megapack.data.fim``)."""
+    align: int = 1  # each segment takes a multiple of this many tokens
+    fim_room: int = 0  # tokens by which a document may grow (``megapack.data.fim``)
 
     def digest(self, fingerprint: str) -> str:
         """Return the identity of the index of a dataset: 32 hexadecimal digits."""
@@ -289,8 +283,7 @@ def build_index(dataset: IndexedDataset, recipe: Recipe) -> SampleIndex:
 
 
 def open_documents(manifest: Manifest) -> list[SourceDocuments]:
-    """Return the documents of a manifest, memory-mapped; shards are opened at first use. OSError or
-    FormatError name the file."""
+    """Return the documents of a manifest, memory-mapped; shards are opened at first use."""
     return [
         open_source(
             source.prefix,

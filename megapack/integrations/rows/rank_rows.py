@@ -13,8 +13,7 @@ blocks of 12 rows (one step, all of one bucket):
     rank 1       3 4 5    9 10 11                              14 15   20 21
     rank 2                                                     16 17   22 23
 
-The rows of a step depend on neither size, so a checkpoint keeps only the count and the program of
-the schedule.
+The rows of a step depend on neither size, so a checkpoint keeps only the count and the program.
 
 ``model_inputs`` of documents of 3 and 2 tokens and 3 tokens of padding, in one row of 8:
 
@@ -258,7 +257,7 @@ class MicroBatches(Dataset[dict[str, Any]]):
             load-balancing loss of a mixture of experts. ``PackedTrainer`` sets all three.
         with_loss_weights: add ``loss_weights``, float32 (1, tokens), in steps that have them: the
             loss of the step is the sum of losses times weights over all items and ranks. False:
-            such an item raises ConfigError.
+            ConfigError.
         for_own_shift: drop the label of a row's last token (of a document cut there), for losses
             that shift ``labels`` and so cannot see it.
     """
@@ -303,8 +302,8 @@ class MicroBatches(Dataset[dict[str, Any]]):
         *,
         evaluated: bool = False,
     ) -> MicroBatches:
-        """Return the same run for another rank; ``evaluated``: every sample once, with smaller or
-        empty micro batches at the end."""
+        """Return the run of another rank; ``evaluated``: every sample once, the last micro batches
+        may be empty."""
         schedule, options = self.schedule, self._options
         if evaluated:
             schedule = Schedule(self.dataset, schedule.config, finite=True)
@@ -321,8 +320,7 @@ class MicroBatches(Dataset[dict[str, Any]]):
 
     @cached_property
     def mean_labels(self) -> float:
-        """Mean number of labels per micro batch, over all ranks. Raises ConfigError if there are
-        none."""
+        """Mean number of labels per micro batch, over all ranks. ConfigError without labels."""
         steps = range(self.sampler.num_steps)
         labels = sum(self.schedule.step(i).num_label_tokens for i in steps)
         if not labels:

@@ -48,15 +48,11 @@ SIDE_KEYS = (BOUNDARIES, POSITIONS, MASK)  # keys of a sample in addition to "te
 class CurrentBatch:
     """Data of the current micro batch that the host's functions have no argument for."""
 
-    cu_seqlens: Tensor
-    """int32 (segments + 1,), of all rows joined, on the device."""
+    cu_seqlens: Tensor  # int32 (segments + 1,), of all rows joined, on the device
     max_seqlen: int
-    position_ids: Tensor
-    """int64 (mbs, row)."""
-    loss_mask: Tensor
-    """float32 (mbs, row)."""
-    attended: bool = False
-    """Whether attention used the boundaries."""
+    position_ids: Tensor  # int64 (mbs, row)
+    loss_mask: Tensor  # float32 (mbs, row)
+    attended: bool = False  # whether attention used the boundaries
 
 
 _current: CurrentBatch | None = None
@@ -75,8 +71,8 @@ def clear() -> None:
 
 def wrap_broadcast_data(stock: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``broadcast_data(keys, data, datatype)``: send ``SIDE_KEYS`` along with ``text``. The
-    wrap raises ConfigError if no attention used the boundaries of the previous micro batch, or if a
-    micro batch has no label."""
+    wrap raises ConfigError if no attention used the previous micro batch's boundaries, or if there
+    is no label."""
 
     @functools.wraps(stock)
     def broadcast_data(keys: Sequence[str], data: Any, datatype: torch.dtype) -> Any:
@@ -305,8 +301,7 @@ class TextRowDataset(Dataset[dict[str, Tensor]]):
     def __getitem__(self, i: int) -> dict[str, Tensor]:
         """Return one row: text int64 ``(row + 1,)``; with labels label int64 ``(row + 1,)``,
         aligned with text (position j predicts ``label[j + 1]``), -100 = none; with varlen
-        ``SIDE_KEYS``, all int64: boundaries ``(row + 1,)``, position ids and loss mask
-        ``(row,)``."""
+        ``SIDE_KEYS``, all int64: boundaries ``(row + 1,)``, positions and loss mask ``(row,)``."""
         number = range(len(self))[i] % len(self.rows)
         batch = emit(self.rows.micro_batch([number]), self.dialect)
         keys = batch if self.varlen else batch.keys() - SIDE_KEYS
@@ -325,16 +320,16 @@ def build_text_rows(
     varlen: bool,
     times: int | None = None,
 ) -> TextRowDataset | None:
-    """Open one split of a data path; None if it is empty. Raises ConfigError for attention windows
-    without varlen.
+    """Open one split of a data path; None if it is empty. ConfigError: attention windows without
+    varlen.
 
     Args:
         split: fractions of every source's documents.
         num_rows: number of rows; None: ``num_epochs`` epochs (None: 1).
         cache_directory: see ``open_rows``.
         dialect, varlen: see ``TextRowDataset``.
-        times: repetitions of a finite set (every document once, num_rows is ignored); None: the set
-            is not finite.
+        times: repetitions of a finite set, every document once (ignores num_rows); None: not
+            finite.
     """
     if split[0] == split[1] or num_rows == 0:
         return None

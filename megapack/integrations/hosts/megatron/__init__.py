@@ -1,11 +1,9 @@
 """megatron-core and Megatron-LM, 0.16 to main: dataset, storage, batches, attention, launcher.
 
 ``python -m megapack.integrations.hosts.megatron pretrain_gpt.py ...`` runs a script on packed rows;
-``install()`` does the same inside a script. docs/guides/megatron.md lists the changes to a launch
-command.
+``install()`` does the same inside a script. See docs/guides/megatron.md.
 
-Each name imports only its own module, so a release that lacks a dependency of one part can use the
-others.
+Each name imports only its own module, so a release may lack what other parts need.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Varlen attention for Megatron models without Transformer Engine (``--transformer-impl local``).
 
 megatron-core's local DotProductAttention refuses packed_seq_params. ``PackedCoreAttention``
-replaces it in a layer spec and calls ``megapack.attention``: flash-attn, PyTorch's varlen
-attention, or the CPU backends.
+replaces it in a layer spec and calls ``megapack.attention``: on GPUs and CPUs.
 """
 
 from __future__ import annotations
@@ -23,9 +22,8 @@ from megapack.integrations.host import check_options
 
 
 class PackedCoreAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has no stubs
-    """``core_attention`` of a megatron-core layer, for rows with and without boundaries. Raises
-    ConfigError for attention dropout, context parallelism, cross attention or a softmax with a
-    sink."""
+    """``core_attention`` of a megatron-core layer, for rows with and without boundaries.
+    ConfigError: dropout, context parallelism, cross attention, a sink."""
 
     def __init__(
         self,
@@ -70,8 +68,7 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]  # megatron-cor
 
         query, key, value are ``(tokens, heads, dim)`` with ``packed_seq_params``, else ``(row, mbs,
         heads, dim)``: then every row is one causal segment. The result is ``(tokens, heads *
-        dim)``, else ``(row, mbs, heads * dim)``. Masks are ignored: cu_seqlens and causality define
-        them.
+        dim)``, else ``(row, mbs, heads * dim)``. Ignores masks.
         """
         del attention_mask, attn_mask_type
         if attention_bias is not None:

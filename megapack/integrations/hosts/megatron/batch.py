@@ -39,8 +39,7 @@ def flatten_rows(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Args:
         batch: collated dataset rows on the CPU: tokens, labels, position_ids int64 and loss_mask
             float32 ``(mbs, row)``, cu_seqlens int32 ``(mbs, n)`` (the last value of a row may
-            repeat), max_seqlen int32 ``(mbs,)``, and if segments are aligned cu_seqlens_padded like
-            cu_seqlens.
+            repeat), max_seqlen int32 ``(mbs,)``, and perhaps cu_seqlens_padded like cu_seqlens.
 
     Returns:
         The four row keys ``(1, mbs * row)``, cu_seqlens (and cu_seqlens_padded) 1-D int32 without
@@ -150,8 +149,13 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None = None) 
     )
     if not _embeds_or_computes_loss(vp_stage):
         return None, None, None, None, None, params
-    part = _slice_for_context_parallel(batch, boundaries)
-    tokens, labels, loss_mask, position_ids = (part[key] for key in ROW_KEYS)
+    cp_size = parallel_state.get_context_parallel_world_size()
+    if cp_size > 1:
+        cp_rank = parallel_state.get_context_parallel_rank()
+        indices = context_parallel_indices(boundaries.cpu().numpy(), cp_size, cp_rank)
+        held = torch.from_numpy(indices).to(batch["tokens"].device, non_blocking=True)
+        batch = {key: batch[key].index_select(1, held) for key in ROW_KEYS}
+    tokens, labels, loss_mask, position_ids = (batch[key] for key in ROW_KEYS)
     return tokens, labels, loss_mask, None, position_ids, params
 
 
@@ -165,18 +169,6 @@ def _broadcast(rows: dict[str, Tensor] | None) -> dict[str, Tensor]:
     assert box[0] is not None, "the first rank has read it"
     moved = {key: value.to(device(), non_blocking=True) for key, value in box[0].items()}
     return moved | {"max_seqlen": box[0]["max_seqlen"]}
-
-
-def _slice_for_context_parallel(
-    batch: Mapping[str, Tensor], boundaries: Tensor
-) -> Mapping[str, Tensor]:
-    cp_size = parallel_state.get_context_parallel_world_size()
-    if cp_size == 1:
-        return batch
-    cp_rank = parallel_state.get_context_parallel_rank()
-    indices = context_parallel_indices(boundaries.cpu().numpy(), cp_size, cp_rank)
-    device_indices = torch.from_numpy(indices).to(batch["tokens"].device, non_blocking=True)
-    return {key: batch[key].index_select(1, device_indices) for key in ROW_KEYS}
 
 
 def _embeds_or_computes_loss(vp_stage: int | None) -> bool:

@@ -10,8 +10,7 @@ of the first steps and prints for each: capacity of its bucket, rows, documents 
 documents (segments), max_seqlen, tokens with a label, share of padding, and whether all ranks are
 in one bucket. It also names flags that a run would refuse.
 
-Exit status: 0 all ranks agree; 1 the data is invalid, or ranks disagree; 2 flags or a manifest are
-invalid.
+Exit status: 0 all ranks agree; 1 invalid data, or ranks disagree; 2 invalid flags or manifest.
 """
 
 from __future__ import annotations
@@ -77,13 +76,11 @@ class RankPlace:
 class Drawn:
     """Micro batch of one rank. Counts of segments and tokens exclude padding."""
 
-    step: int
-    """Iteration, from 0."""
+    step: int  # iteration, from 0
     rows: tuple[int, ...]
     capacity: int
     segments: int
-    longest: int
-    """max_seqlen."""
+    longest: int  # max_seqlen
     labels: int
     padding: int
 
@@ -113,8 +110,7 @@ def draw_rank(
     call it once: Megatron never releases its arguments and groups.
 
     Raises ConfigError for flags, a manifest or sizes that exclude each other, MegapackError or
-    OSError for data that cannot be read, and SystemExit if the script's parser refuses its
-    arguments.
+    OSError for data that cannot be read, and SystemExit as the script's parser.
     """
     report = RankReport()
 
@@ -249,9 +245,8 @@ def _first_documents(train: Any, row: int) -> Iterator[str]:
     if "cu_seqlens_padded" in rows[row]:
         bounds = rows[row]["cu_seqlens_padded"].tolist()
     source, segments = rows.segments_of(row)[0]
-    for at, (document, begin, length) in list(zip(bounds, segments, strict=False))[
-        :SHOWN_DOCUMENTS
-    ]:
+    places = list(zip(bounds, segments, strict=False))[:SHOWN_DOCUMENTS]
+    for at, (document, begin, length) in places:
         ids = tokens[at : at + min(length, SHOWN_TOKENS)].tolist()
         try:
             text = repr(tokenizer.detokenize(ids))
@@ -295,7 +290,8 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--ranks",
         action="append",
         default=[],
@@ -304,20 +300,12 @@ def _parser() -> argparse.ArgumentParser:
         "repeat it for several layouts (default: two data-parallel ranks, other sizes from the "
         "script's flags, which --ranks overrides)",
     )
-    parser.add_argument(
-        "--steps", type=int, default=10, help="iterations to draw (default %(default)s)"
-    )
-    parser.add_argument(
-        "--own-get-batch",
-        choices=("auto", "yes", "no"),
-        default="auto",
-        help="as for the run itself",
-    )
-    parser.add_argument(
-        "--debug", action="store_true", help="print all of Megatron's output if it fails"
-    )
-    parser.add_argument("script", help="Megatron-LM's pretrain_gpt.py, or one of your own")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the flags of the run")
+    choices = ("auto", "yes", "no")
+    add("--steps", type=int, default=10, help="iterations to draw (default %(default)s)")
+    add("--own-get-batch", choices=choices, default="auto", help="as for the run itself")
+    add("--debug", action="store_true", help="print all of Megatron's output if it fails")
+    add("script", help="Megatron-LM's pretrain_gpt.py, or one of your own")
+    add("arguments", nargs=argparse.REMAINDER, help="the flags of the run")
     return parser
 
 
@@ -370,14 +358,8 @@ def _one_rank(job: tuple[RankLayout, RankPlace, argparse.Namespace]) -> RankRepo
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
         try:
-            return draw_rank(
-                world,
-                place,
-                args.script,
-                args.arguments,
-                steps=args.steps,
-                own_get_batch=args.own_get_batch,
-            )
+            options = {"steps": args.steps, "own_get_batch": args.own_get_batch}
+            return draw_rank(world, place, args.script, args.arguments, **options)
         except (MegapackError, OSError) as error:
             return exit_code(error), str(error)
         except (Exception, SystemExit) as error:  # from the script's parser or its own checks

@@ -1,8 +1,7 @@
 """A MegatronDataset of packed rows, and a builder that folds weighted --data-path lists into it.
 
 ``PackedGPTDataset`` replaces GPTDataset: same constructor, same batch keys, plus cu_seqlens and
-max_seqlen for Megatron's packed-sequence path. megatron-core's BlendedMegatronDatasetBuilder builds
-it.
+max_seqlen for Megatron's packed-sequence path. megatron-core's own builder builds it.
 
 For several paths Megatron's BlendedDataset interleaves single samples, which would put different
 buckets on different ranks. ``PackedDatasetBuilder`` turns the list into one manifest, whose blend
@@ -55,8 +54,8 @@ class PackedGPTDataset(GatheredRows, MegatronDataset):  # type: ignore[misc]  # 
     """Rows of ``config.sequence_length`` tokens in blocks of one bucket.
 
     The constructor is MegatronDataset's, with a GPTDatasetConfig of any release from 0.16. Raises
-    ConfigError if a block is not a multiple of a micro step, Megatron blends several data paths, or
-    options exclude each other.
+    ConfigError if a block is not a multiple of a micro step, Megatron blends data paths, or options
+    conflict.
 
     Args:
         dataset: ``build_low_level_dataset(dataset_path, config)``; the path is a prefix, a manifest
@@ -86,8 +85,12 @@ class PackedGPTDataset(GatheredRows, MegatronDataset):  # type: ignore[misc]  # 
             evaluation = index_split is not Split.train
             finite = evaluation and num_samples is None
             sizes = batch_sizes(evaluation=evaluation)
-            if self.dialect is MEGATRON_BRIDGE:
-                _check_bridge(sizes)
+            if self.dialect is MEGATRON_BRIDGE and sizes and sizes.micro_batch_size != 1:
+                raise ConfigError(
+                    f"micro_batch_size is {sizes.micro_batch_size}; Megatron-Bridge supports "
+                    "boundaries of one row per micro batch: set it to 1, and seq_length to the "
+                    "tokens you want"
+                )
             self.rows = open_rows(
                 dataset.manifest,
                 dataset.datasets,
@@ -97,8 +100,13 @@ class PackedGPTDataset(GatheredRows, MegatronDataset):  # type: ignore[misc]  # 
                 finite=finite,
                 cache_directory=config.path_to_cache,
             )
-            if sizes is not None:
-                _check_blocks(self.rows.options.rows_per_block, sizes)
+            block = self.rows.options.rows_per_block
+            if sizes is not None and block % sizes.rows_per_micro_step:
+                raise ConfigError(
+                    f"rows_per_block is {block}, but micro_batch_size x data_parallel_size is "
+                    f"{sizes.rows_per_micro_step}: micro steps would straddle blocks of different "
+                    f"buckets. Choose a multiple of {sizes.rows_per_micro_step}"
+                )
             watch_first_call()
 
     @staticmethod
@@ -190,16 +198,6 @@ def _rows_per_block(sizes: BatchSizes | None) -> int:
     return sizes.shared
 
 
-def _check_blocks(rows_per_block: int, sizes: BatchSizes) -> None:
-    """Check that every micro step of all ranks lies in one block."""
-    if rows_per_block % sizes.rows_per_micro_step:
-        raise ConfigError(
-            f"rows_per_block is {rows_per_block}, but micro_batch_size x data_parallel_size is "
-            f"{sizes.rows_per_micro_step}: micro steps would straddle blocks of different buckets. "
-            f"Choose a multiple of {sizes.rows_per_micro_step}"
-        )
-
-
 def _cu_seqlens_format(manifest: Manifest, sizes: BatchSizes | None) -> Any:
     # Every release supports exact boundaries with one row per micro batch; several rows must stack.
     if manifest.cu_seqlens != "auto":
@@ -213,14 +211,6 @@ def _cu_seqlens_format(manifest: Manifest, sizes: BatchSizes | None) -> Any:
             "larger --seq-length)"
         )
     return "padded"
-
-
-def _check_bridge(sizes: BatchSizes | None) -> None:
-    if sizes is not None and sizes.micro_batch_size != 1:
-        raise ConfigError(
-            f"micro_batch_size is {sizes.micro_batch_size}; Megatron-Bridge supports boundaries of "
-            "one row per micro batch: set it to 1, and seq_length to the tokens you want"
-        )
 
 
 def _refuse_outer_blend(config: Any, index_split: Split) -> None:
@@ -299,7 +289,9 @@ def _wrong_flags(args: Any, *, boundaries: bool) -> Iterator[str]:
             "--hybrid-context-parallel assigns every document of a global batch to a number of "
             "ranks, but rows cannot be split up: use --context-parallel-size with --sft"
         )
-    sft, middle = getattr(args, "sft", False), _has_middle_stages(args)
+    stages = getattr(args, "pipeline_model_parallel_size", 1) or 1
+    virtual = getattr(args, "virtual_pipeline_model_parallel_size", None) or 1
+    sft, middle = getattr(args, "sft", False), stages > 1 and stages * virtual > 2
     if middle and not sft and getattr(args, "dataloader_inter_document_masking", False):
         yield (
             f"--dataloader-inter-document-masking of {HOST} gives no data to middle pipeline "
@@ -316,12 +308,6 @@ def _wrong_flags(args: Any, *, boundaries: bool) -> Iterator[str]:
             f"documents. Add {options}, or run with --own-get-batch no if the script reads "
             "boundaries itself"
         )
-
-
-def _has_middle_stages(args: Any) -> bool:
-    stages = getattr(args, "pipeline_model_parallel_size", 1) or 1
-    virtual = getattr(args, "virtual_pipeline_model_parallel_size", None) or 1
-    return bool(stages > 1 and stages * virtual > 2)
 
 
 def fold_blends(config: Any) -> Any:

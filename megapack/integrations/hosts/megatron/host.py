@@ -42,10 +42,8 @@ def script_arguments() -> Any | None:
 class BatchSizes:
     """Batch sizes of one split, in rows."""
 
-    micro_batch_size: int
-    """Rows of one rank."""
-    rows_per_micro_step: int
-    """Rows of all ranks: micro_batch_size x data_parallel_size."""
+    micro_batch_size: int  # rows of one rank
+    rows_per_micro_step: int  # rows of all ranks: micro_batch_size x data_parallel_size
     shared: int | None
     """Largest common divisor of all global batch sizes of the run; None: unknown calculator."""
 

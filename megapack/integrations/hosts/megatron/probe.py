@@ -73,8 +73,7 @@ def probing(get_schedule: Callable[..., Schedule]) -> Callable[..., Schedule]:
 
 def probe_step(schedule: Schedule, step: dict[str, Any]) -> dict[str, Any]:
     """Probe the model of a step; return the arguments for the step itself. Every rank calls it with
-    the arguments of its schedule. Raises ConfigError, on all ranks, if documents see each other on
-    one (``megapack.attention``)."""
+    the arguments of its schedule. ConfigError, on all ranks, if documents see each other on one."""
     model = step["model"] if isinstance(step["model"], list) else [step["model"]]
     config = get_model_config(model[0])
     group = parallel_state.get_model_parallel_group()

@@ -38,8 +38,8 @@ class IndexedDataset(storage.IndexedDataset, stock.IndexedDataset):  # type: ign
     short, and OSError if a file is missing or cannot be read.
 
     Args:
-        path_prefix: common name of the files. Object storage (``s3://``, ``msc://``) gives
-            megatron-core's own reader.
+        path_prefix: common name of the files. ``s3://``, ``msc://`` give megatron-core's own
+            reader.
         multimodal: the .idx has a mode per sequence; items are then ``(tokens, mode)``.
         mmap, fast_cache_load: ignored; local files are always mapped, and opening reads one header.
         object_storage_config, s3_config: for object storage.

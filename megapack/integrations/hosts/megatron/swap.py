@@ -45,16 +45,14 @@ def needs_own_get_batch(release: tuple[int, int]) -> bool:
 def install(*, own_get_batch: OwnGetBatch = "auto", probe: bool = True) -> None:
     """Replace Megatron's dataset classes by megapack's. A second call changes nothing.
 
-    Raises ConfigError if own_get_batch is invalid, or not for this release, or if this release
-    lacks a name to replace.
+    ConfigError: own_get_batch does not suit this release, or the release lacks a name.
 
     Args:
         own_get_batch: ``auto`` replaces the script's ``get_batch`` if ``needs_own_get_batch()``;
-            otherwise it requires the flag with which Megatron's own reads boundaries. ``no`` leaves
-            the script unchanged.
+            otherwise it requires the flag with which Megatron's own reads boundaries. ``no``
+            changes nothing.
         probe: probe the model on its first micro batch before training
-            (``megapack.integrations.hosts.megatron.probe``): six forwards; the log has their
-            duration.
+            (``megapack.integrations.hosts.megatron.probe``): six forwards.
     """
     if own_get_batch not in ("auto", "yes", "no"):
         raise ConfigError(f"own_get_batch is {own_get_batch!r}; it must be auto, yes or no")
@@ -98,8 +96,8 @@ def install(*, own_get_batch: OwnGetBatch = "auto", probe: bool = True) -> None:
 def install_bridge(*, probe: bool = True) -> None:
     """Do the same for Megatron-Bridge's recipes; call it before ``pretrain(config, forward_step)``.
     A ``GPTDatasetConfig`` whose data path is a prefix or a manifest then gives packed rows with
-    Bridge's names (cu_seqlens_q, max_seqlen_q) on every pipeline stage. Raises ConfigError if
-    Megatron-Bridge is not installed."""
+    Bridge's names (cu_seqlens_q, max_seqlen_q) on every pipeline stage. ConfigError without
+    Megatron-Bridge."""
     data = _import_if_present("megatron.bridge.data.utils")  # also imports subclasses of datasets
     if data is None:
         raise ConfigError("megatron.bridge is missing: install Megatron-Bridge, or call install()")
@@ -150,8 +148,15 @@ def _with_own_get_batch(stock: Callable[..., Any]) -> Callable[..., Any]:
                 "--own-get-batch no"
             )
         for names in scripts:
-            if "MambaModel" in names:
-                _check_hybrid_script()
+            if "MambaModel" in names:  # pretrain_mamba.py unpacks another tuple
+                if version() < (0, 17):
+                    raise ConfigError(
+                        f"Mamba layers of {HOST} have no seq_idx: their state would carry over "
+                        "from one document to the next in a packed row. Train hybrid models with "
+                        "0.17 or later"
+                    )
+                # Its own get_batch works in 0.17, with --sft and one row per micro batch.
+                _rebinding.replace(PackedDatasetBuilder, "needs_boundary_flag", True)
                 continue
             names["get_batch"] = get_batch
             if "is_dataset_built_on_rank" in names:
@@ -200,17 +205,6 @@ def _sums_up_losses(stock: Callable[..., Any]) -> Callable[..., Any]:
         return forward_backward
 
     return get_forward_backward_func
-
-
-def _check_hybrid_script() -> None:
-    """Check pretrain_mamba.py, which unpacks another tuple and has recurrent layers."""
-    if version() < (0, 17):
-        raise ConfigError(
-            f"Mamba layers of {HOST} have no seq_idx: their state would carry over from one "
-            "document to the next in a packed row. Train hybrid models with 0.17 or later"
-        )
-    # Its own get_batch works in 0.17, with --sft and one row per micro batch.
-    _rebinding.replace(PackedDatasetBuilder, "needs_boundary_flag", True)
 
 
 def _is_dataset_built_on_rank(*args: Any, **kwargs: Any) -> bool:
