@@ -67,8 +67,6 @@ Loss: TypeAlias = Callable[[Any, Row], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class _Run:
-    """Arguments of ``check_architecture``."""
-
     attention: str
     build: Build
     device: torch.device

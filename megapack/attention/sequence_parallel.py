@@ -137,7 +137,6 @@ def _slice(row: Row, rank: int, size: int) -> Row:
 
 
 def _loss_and_gradient(model: Any, loss: Tensor) -> Tensor:
-    """Return the loss and the gradient of all parameters as one flat float32 vector."""
     trained = [p for p in model.parameters() if p.requires_grad]
     grads = torch.autograd.grad(loss, trained, allow_unused=True)
     parts = [torch.zeros_like(p) if g is None else g for p, g in zip(trained, grads, strict=True)]

@@ -161,7 +161,6 @@ def _check_rule(backend: str, softcap: float, alibi_slopes: Tensor | None) -> st
 def _unpack(
     cu_seqlens: Tensor, alibi_slopes: Tensor | None, *, backend: str, max_seqlen: int, **rule: Any
 ) -> tuple[Backend, Segments, ScoreRule]:
-    """Turn the arguments of the operator (tensors and numbers) into those of a backend."""
     segments = Segments(cu_seqlens, max_seqlen)
     return BACKENDS[backend], segments, ScoreRule(alibi_slopes=alibi_slopes, **rule)
 

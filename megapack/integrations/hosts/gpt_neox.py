@@ -258,7 +258,6 @@ def uninstall() -> None:
 
 
 def _manifest_of(neox_args: Any, split: str) -> Manifest | None:
-    """Return the manifest of ``train_data_paths``, their weights and their label paths."""
     paths = getattr(neox_args, f"{split}_data_paths", None)
     if not paths:
         return None

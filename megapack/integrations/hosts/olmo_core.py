@@ -127,7 +127,6 @@ class PackedOlmoLoader(DataLoaderBase):  # type: ignore[misc]  # not installed w
 
     @property
     def total_batches(self) -> int:
-        """Steps of an epoch."""
         return self.rows.rows_per_epoch // self._rows_per_step()
 
     def reshuffle(self, epoch: int | None = None, **_: Any) -> None:
@@ -203,12 +202,10 @@ class PackedOlmoEvaluator(Evaluator):  # type: ignore[misc]
             self.loss.update(ce_loss[counts])
 
     def compute_metrics(self) -> dict[str, Tensor]:
-        """Return loss and perplexity over all ranks."""
         loss = self.loss.compute()
         return {"CE loss": loss, "PPL": loss.exp()}
 
     def reset_metrics(self) -> None:
-        """Reset the loss before an evaluation."""
         self.loss.reset()
 
 

@@ -114,7 +114,6 @@ class PackedDataLoader(BaseDataLoader):  # type: ignore[misc]  # not installed w
             yield inputs, labels
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of ``RankRows``, the same on all ranks."""
         return self.ranks.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -247,7 +247,6 @@ class PackedTrainerMixin:
         self.neftune_hook_handle = embeddings.register_forward_hook(add_noise)
 
     def _inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Return ``model_inputs`` on the device of the run."""
         return {
             name: value.to(self.args.device) if isinstance(value, torch.Tensor) else value
             for name, value in model_inputs(batch).items()
@@ -309,7 +308,6 @@ class PackedTrainerMixin:
         return self._loader(self._batches_of_rank(chosen, None, evaluated=True))
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
-        """Return the same for ``predict``."""
         if not isinstance(test_dataset, MicroBatches):
             return super().get_test_dataloader(test_dataset)  # type: ignore[misc]
         return self.get_eval_dataloader(test_dataset)

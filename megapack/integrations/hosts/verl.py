@@ -216,7 +216,6 @@ class SFTRows(Dataset[dict[str, Tensor]]):
         return len(self.rows)
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
-        """See ``__getitems__``."""
         return self.items([int(self._places[i])])[0]
 
     def __getitems__(self, numbers: Sequence[int]) -> list[dict[str, Tensor]]:

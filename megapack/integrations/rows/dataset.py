@@ -176,7 +176,6 @@ class RowDataset(GatheredRows, Dataset[dict[str, Tensor]]):
         self.num_rows = self.rows_per_epoch if num_rows is None else num_rows
 
     def _connect(self) -> None:
-        """Create the state that is not pickled."""
         row = self.options.sequence_length
         self.schedule = Schedule(
             self.packed,

@@ -136,7 +136,6 @@ def is_manifest(data_path: str) -> bool:
 
 
 def _source(data_path: str, weight: float | None = None) -> Source:
-    """Return the source of a prefix or of a shard manifest."""
     if is_shard_manifest(data_path):
         return Source(index=data_path, weight=weight)
     return Source(prefix=data_path, weight=weight)
@@ -426,7 +425,6 @@ def _index_of(
 def _given_index(
     source: Source, dataset: SourceDocuments, options: RowOptions, *, whole: bool
 ) -> SourceIndex:
-    """Open the .samples file or the shard manifest of a source."""
     if not whole:
         raise ConfigError(
             f"source {source.title!r} has index {source.index}, which contains all documents, and "

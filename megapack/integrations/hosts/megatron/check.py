@@ -238,7 +238,6 @@ def _measure(step: int, train: Any, numbers: list[int], batch: dict[str, Any]) -
 
 
 def _first_documents(train: Any, row: int) -> Iterator[str]:
-    """Yield the beginnings of the first segments in a row."""
     tokenizer = importlib.import_module("megatron.training").get_tokenizer()
     samples, rows = train.rows.packed.samples, train.rows
     bounds, tokens = rows[row]["cu_seqlens"].tolist(), train[row]["tokens"]

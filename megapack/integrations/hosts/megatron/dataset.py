@@ -111,7 +111,6 @@ class PackedGPTDataset(GatheredRows, MegatronDataset):  # type: ignore[misc]  # 
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: PackedSources) -> int:
-        """Return the number of units that ``--split`` divides."""
         del low_level_dataset
         return SPLIT_UNITS
 

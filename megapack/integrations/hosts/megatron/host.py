@@ -15,13 +15,11 @@ HOST = f"megatron-core {release}"
 
 
 def version(text: str = release) -> tuple[int, int]:
-    """Return major and minor number of a release."""
     major, minor = text.split(".")[:2]
     return int(major), int(minor)
 
 
 def device() -> torch.device:
-    """Return the device of this rank."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -174,7 +174,6 @@ def _read_ahead(step: dict[str, Any], *, is_reader: bool) -> tuple[dict[str, Any
 
 
 def _broadcast(value: Any, group: dist.ProcessGroup, *, from_first: bool) -> Any:
-    """Return the value of the first, or last, rank of a group."""
     ranks = dist.get_process_group_ranks(group)
     if len(ranks) == 1:
         return value

@@ -106,7 +106,6 @@ class IndexedDataset(storage.IndexedDataset, stock.IndexedDataset):  # type: ign
 
     @staticmethod
     def exists(path_prefix: str | os.PathLike[str]) -> bool:
-        """Return whether both files exist, in a file system or in object storage."""
         if is_object_storage_path(os.fspath(path_prefix)):
             return bool(stock.IndexedDataset.exists(path_prefix))
         return storage.IndexedDataset.exists(path_prefix)
@@ -198,7 +197,6 @@ class IndexedDatasetBuilder(storage.IndexedDatasetBuilder, stock.IndexedDatasetB
 
 
 def _join(documents: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the joined token ids, and the end of every document."""
     awkward = sys.modules.get("awkward")
     if awkward is not None and isinstance(documents, awkward.Array):
         flat, lengths = awkward.flatten(documents), awkward.num(documents, axis=1)
