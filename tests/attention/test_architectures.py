@@ -48,25 +48,25 @@ def outcome(name: str, implementation: str) -> str:
 
 
 def rows() -> dict[str, list[str]]:
-    """The table as it stands in the guide: architecture -> its cells."""
+    """Return the table of the guide: architecture -> its cells."""
     lines = re.findall(r"^\| `(\w+)` \| (.*) \|$", GUIDE.read_text(encoding="utf-8"), re.MULTILINE)
     return {name: cells.split(" | ") for name, cells in lines}
 
 
-# Architectures that people train, and some that leak. The others are for the page alone.
+# Architectures that people train, and some that leak. Other ones are only in the guide.
 RIGHT = "llama qwen2 qwen3 mistral phi3 olmo2 qwen3_moe mixtral gemma3_text deepseek_v3 gpt_neox"
 WRONG = "bloom mpt mamba mamba2 gpt_oss llama4_text"
 
 
 @pytest.mark.parametrize("name", [*RIGHT.split(), *WRONG.split()])
-def test_the_model_check_tells_right_from_wrong_as_the_guide_says(name: str) -> None:
+def test_model_check_agrees_with_the_guide(name: str) -> None:
     found = [outcome(name, implementation) for implementation in IMPLEMENTATIONS]
     assert found == rows()[name] and (found[0] == "right") == (name in RIGHT.split())
 
 
 @pytest.mark.pages
 @pytest.mark.parametrize("name", sorted({*rows()} - {*RIGHT.split(), *WRONG.split()}))
-def test_the_guide_says_what_the_model_check_finds(name: str) -> None:
+def test_model_check_agrees_with_the_whole_guide(name: str) -> None:
     assert [outcome(name, implementation) for implementation in IMPLEMENTATIONS] == rows()[name]
 
 

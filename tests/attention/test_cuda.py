@@ -58,7 +58,7 @@ def test_kernels_compute_the_definition(backend: str, case: Case, width: int) ->
         run_case(wide, backend, "cuda", torch.bfloat16)
 
 
-def test_some_backend_serves_every_model_we_train() -> None:
+def test_every_model_has_a_backend() -> None:
     for case in (
         Case(lengths=(1,), width=64),
         Case(lengths=(1,), width=256, softcap=50.0, window=4096),
@@ -69,7 +69,7 @@ def test_some_backend_serves_every_model_we_train() -> None:
 
 
 def test_flex_never_holds_all_scores_of_any_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond torch's limit of graphs it would go on uncompiled, with 4 bytes per head and pair."""
+    """Beyond torch's limit of graphs it would run uncompiled, with 4 bytes per head and pair."""
     monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
     flex._compiled.cache_clear()
     for length in (8192, 8320, 8448):

@@ -1,6 +1,6 @@
-"""What CUDA will see, traced without CUDA: dtypes, devices, shapes, and no wait for the device.
+"""Calls on CUDA, traced without CUDA: dtypes, devices, shapes, and no wait for the device.
 
-FakeTensorMode gives tensors on "cuda" that hold no values. Whatever asks for a value (``.item()``,
+FakeTensorMode gives tensors on "cuda" that hold no values. An access to a value (``.item()``,
 ``.tolist()``, ``if tensor``, a shape that depends on data) raises, as does an operation on tensors
 of two devices. Autograd and indexing need a device that this torch was built for, so whole models
 are traced on "meta", where a look at a value raises as well.
@@ -41,7 +41,7 @@ def fake() -> Iterator[None]:
 
 @pytest.mark.parametrize("window", [0, 16])
 @pytest.mark.parametrize("causal", [True, False])
-def test_torchs_flash_operators_take_our_arguments(fake: None, window: int, causal: bool) -> None:
+def test_torch_flash_operators_accept_our_arguments(fake: None, window: int, causal: bool) -> None:
     q = torch.empty(40, 8, 64, dtype=torch.bfloat16, device="cuda")
     k = torch.empty(40, 2, 64, dtype=torch.bfloat16, device="cuda")
     segments = Segments(torch.empty(4, dtype=torch.int32, device="cuda"), 20)
@@ -74,14 +74,14 @@ def test_model_step_reads_no_value_and_gives_gradients(preset: str, checkpointin
 
 
 @pytest.mark.parametrize("window", [0, 16])
-def test_a_block_mask_is_made_without_a_look_at_the_segments(window: int) -> None:
+def test_block_mask_is_created_without_reading_segments(window: int) -> None:
     bounds = torch.empty(9, dtype=torch.int32, device="meta")
     mask = flex._make_block_mask(bounds, 700, ScoreRule(scale=1.0, window=window))
     assert mask.shape == (1, 1, 700, 700)
     assert mask.kv_num_blocks.shape == (1, 1, 6) and mask.kv_num_blocks.device.type == "meta"
 
 
-def test_a_wait_is_seen_and_so_is_a_tensor_left_on_the_host(fake: None) -> None:
+def test_the_trace_detects_waits_and_cpu_tensors(fake: None) -> None:
     """Without this the tests above could not fail."""
     q = torch.empty(8, 2, 16, dtype=torch.bfloat16, device="cuda")
     rule = ScoreRule(scale=1.0)

@@ -1,4 +1,4 @@
-"""What is wrong with a model on packed rows is found, and nothing where all is right."""
+"""The model check finds every fault of a model on packed rows, and none in right ones."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ def broken(change: Callable[..., Any]) -> str:
     return "broken"
 
 
-def test_the_broken_attention_is_right_when_nothing_is_broken() -> None:
+def test_breakable_attention_is_right_if_not_broken() -> None:
     check("gemma2", broken(lambda q, k, v, keys: (q, k, v, keys)))
 
 
-def test_boundaries_that_are_dropped_are_found() -> None:
+def test_dropped_boundaries_are_found() -> None:
     name = broken(lambda q, k, v, keys: (q, k, v, {**keys, "cu_seq_lens_q": None}))
     with pytest.raises(ConfigError, match=r"another document.*layers\.0\.self_attn \(LlamaAtt"):
         check("llama", name)
@@ -74,20 +74,20 @@ def test_boundaries_that_are_dropped_are_found() -> None:
     ("architecture", "dropped"),
     [("mistral", "sliding_window"), ("gemma2", "sliding_window"), ("gemma2", "softcap")],
 )
-def test_a_window_or_cap_that_is_dropped_is_found(architecture: str, dropped: str) -> None:
+def test_dropped_windows_and_caps_are_found(architecture: str, dropped: str) -> None:
     name = broken(lambda q, k, v, keys: (q, k, v, {**keys, dropped: None}))
     with pytest.raises(ConfigError, match=f"'{architecture}'.*one document alone has other logits"):
         check(architecture, name)
 
 
-def test_a_window_of_one_kind_of_layer_only_names_that_layer() -> None:
+def test_dropped_window_names_its_layer() -> None:
     """Gemma-3: five layers with a window, then one without; a window everywhere is wrong there."""
     name = broken(lambda q, k, v, keys: (q, k, v, {**keys, "sliding_window": WINDOW}))
     with pytest.raises(ConfigError, match=r"layers\.5\.self_attn \(Gemma3Attention, full_attent"):
         check("gemma3_text", name)
 
 
-def test_an_attention_that_sees_the_future_is_found() -> None:
+def test_attention_that_sees_the_future_is_found() -> None:
     def mirrored(q: Tensor, k: Tensor, v: Tensor, keys: dict[str, Any]) -> Any:
         return q, k.roll(-1, dims=2), v.roll(-1, dims=2), keys
 
@@ -107,7 +107,7 @@ class _NoGradient(torch.autograd.Function):
         return grad / 2
 
 
-def test_wrong_gradients_behind_right_logits_are_found() -> None:
+def test_wrong_gradients_of_right_logits_are_found() -> None:
     name = broken(lambda q, k, v, keys: (q, _NoGradient.apply(k), v, keys))
     with pytest.raises(ConfigError, match=r"'llama'.*gradients.*self_attn"):
         check("llama", name)
@@ -137,7 +137,7 @@ class WithZLoss(LlamaForCausalLM):
         ("qwen3_moe", {"output_router_logits": True}, None),
     ],
 )
-def test_loss_without_a_part_is_refused(name: str, fields: dict[str, Any], of_class: Any) -> None:
+def test_incomplete_loss_is_refused(name: str, fields: dict[str, Any], of_class: Any) -> None:
     def build_of_class(configuration: Any, implementation: str) -> Any:
         if of_class is None:
             return build(configuration, implementation)
@@ -148,7 +148,7 @@ def test_loss_without_a_part_is_refused(name: str, fields: dict[str, Any], of_cl
     check(name, build=build_of_class, **fields)  # a trainer that takes the architecture's own
 
 
-def test_gradients_that_are_not_of_the_loss_are_found() -> None:
+def test_gradients_of_another_loss_are_found() -> None:
     def loss(model: Any, row: Row) -> Tensor:
         return _NoGradient.apply(cross_entropy(model, row))
 
@@ -156,7 +156,7 @@ def test_gradients_that_are_not_of_the_loss_are_found() -> None:
         check("llama", loss=loss)
 
 
-def test_recurrent_layers_of_a_class_of_somebodys_own_are_told_segments() -> None:
+def test_recurrent_layers_of_a_users_class_get_segments() -> None:
     """Also where the class has no source, as in a notebook."""
     tiny = tiny_configuration(AutoConfig.for_model("bamba"))
     own = type("Own", (type(build(tiny, "eager")),), {"__module__": "somewhere"})
@@ -197,9 +197,7 @@ def with_rope(name: str, kind: str, switch: int = 4096, most: int = 16384) -> An
     [("llama", "longrope"), ("qwen3", "dynamic"), ("gemma3_text", "longrope")],
 )
 @pytest.mark.parametrize("switch", [30, 4096])
-def test_rope_that_depends_on_the_longest_document_is_refused_beyond_its_threshold(
-    name: str, kind: str, switch: int
-) -> None:
+def test_rope_with_a_threshold_is_refused_beyond_it(name: str, kind: str, switch: int) -> None:
     register("eager")
     configuration = with_rope(name, kind, switch)
     how: Any = {"attention": "megapack", "build": build}
@@ -214,7 +212,7 @@ def test_rope_that_depends_on_the_longest_document_is_refused_beyond_its_thresho
 
 
 @pytest.mark.parametrize("kind", ["yarn", "llama3"])
-def test_rope_that_is_the_same_in_every_row_is_taken_at_any_length(kind: str) -> None:
+def test_rope_without_a_threshold_passes_at_any_length(kind: str) -> None:
     check_positions(with_rope("llama", kind), attention="megapack", build=build, longest=10**6)
 
 
@@ -243,7 +241,7 @@ def test_a_threshold_is_found_under_any_name() -> None:
 # --- what it leaves alone ---
 
 
-def test_the_random_state_and_the_configuration_of_the_run_are_left_alone() -> None:
+def test_check_keeps_random_state_and_configuration() -> None:
     configuration = AutoConfig.for_model("qwen3")
     before, state = configuration.to_dict(), torch.get_rng_state()
     register("eager")
@@ -253,7 +251,7 @@ def test_the_random_state_and_the_configuration_of_the_run_are_left_alone() -> N
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_model_smaller_than_the_tiny_one_is_tried_as_well() -> None:
+def test_check_works_on_very_small_models() -> None:
     check("qwen3", **SMALL, num_key_value_heads=1, head_dim=16)
 
 
@@ -289,7 +287,7 @@ def test_a_tiny_model_groups_its_heads_as_the_model_does() -> None:
     assert (odd.hidden_size, odd.num_attention_heads) == (4 * 64, 4)
 
 
-def test_a_hidden_size_that_is_heads_times_their_width_stays_that_where_sizes_are_exact() -> None:
+def test_exact_sizes_keep_hidden_size_heads_times_width() -> None:
     helium = AutoConfig.for_model("helium")  # projects from heads x width to as many again
     assert helium.num_attention_heads * helium.head_dim == helium.hidden_size
     tiny = tiny_configuration(helium, exact=True)
@@ -305,6 +303,6 @@ def test_windows_chunks_experts_and_vocabulary_are_small() -> None:
     assert mistral.sliding_window == WINDOW < min(LENGTHS)
 
 
-def test_an_architecture_that_cannot_be_shrunk_is_refused_with_the_reason() -> None:
+def test_architecture_that_does_not_shrink_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"'xlstm'.*building a tiny model.*parameters"):
         check("xlstm", "eager")

@@ -39,7 +39,7 @@ def make_batch(window: int | None = None, *, per_row: bool = False) -> dict[str,
 
 
 class TinyModel(nn.Module):
-    """One layer of causal attention inside of the segments it is told, and a head."""
+    """One layer of causal attention inside the given segments, and a head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ def test_outputs_that_do_not_depend_on_the_batch_are_refused() -> None:
         probe(lambda _: fixed, make_batch())
 
 
-def test_outputs_that_are_not_finite_hide_nothing() -> None:
+def test_infinite_outputs_do_not_hide_leaks() -> None:
     """Logits of ids that no token has are -inf in some hosts; a model that diverged gives nan."""
 
     def masked(spoil: Spoil) -> Callable[[dict[str, Any]], Tensor]:
@@ -153,14 +153,14 @@ def test_outputs_that_are_not_finite_hide_nothing() -> None:
         probe(lambda batch: logits_of()(batch) * torch.nan, make_batch(), host="a host")
 
 
-def test_losses_of_padding_alone_do_not_have_to_change() -> None:
+def test_losses_of_padding_need_not_change() -> None:
     batch = make_batch()
     batch["cu_seqlens"] = torch.tensor([0, 19, 24], dtype=torch.int32)
     assert probe(losses_of(0), batch, outputs="losses") >= 0
 
 
 @pytest.mark.parametrize("one_token_each", [False, True])
-def test_a_batch_whose_labels_are_all_masked_gets_labels_for_the_probe(
+def test_batch_without_labels_gets_labels_for_the_probe(
     one_token_each: bool,
 ) -> None:
     batch = make_batch()
@@ -195,10 +195,8 @@ def scaled_logits(
 
 @pytest.mark.parametrize("per_row", [False, True])
 @pytest.mark.parametrize("threshold", [0, 3, 4])
-def test_a_dependence_on_the_longest_position_of_the_row_is_found(
-    threshold: int, per_row: bool
-) -> None:
-    """The longest segment has 7 tokens (6 with rows of their own): position 6."""
+def test_dependence_on_the_longest_document_is_found(threshold: int, per_row: bool) -> None:
+    """The longest segment has 7 tokens (6 in separate rows): position 6."""
     forward = scaled_logits(lambda positions, _: int(positions.max()), threshold)
     batch = make_batch(per_row=per_row)
     for any_length in (False, True):
@@ -208,7 +206,7 @@ def test_a_dependence_on_the_longest_position_of_the_row_is_found(
         assert probe(beyond, batch, any_length=any_length) >= 0
 
 
-def test_a_dependence_on_the_length_of_the_row_is_found_where_rows_have_any_length() -> None:
+def test_dependence_on_the_row_length_is_found() -> None:
     forward = scaled_logits(lambda _, tokens: tokens)
     with pytest.raises(ConfigError, match="if it is alone"):
         probe(forward, make_batch(), any_length=True)
@@ -241,12 +239,12 @@ def test_the_number_of_forwards_does_not_depend_on_the_batch(longest: Any, count
 
 
 def told_by_text(batch: dict[str, Any]) -> Tensor:
-    """Labels that a host which takes them from the tokens can be told: those that stand next."""
+    """A host that derives labels from tokens has only next tokens as labels."""
     return (batch["loss_mask"] != 0) & (batch["labels"] == batch["tokens"].roll(-1).view(2, 12))
 
 
 @pytest.mark.parametrize("joined", [False, True])
-def test_a_host_that_takes_labels_from_the_text_is_probed_by_those_it_is_told(joined: bool) -> None:
+def test_host_that_derives_labels_from_text_is_probed(joined: bool) -> None:
     model = logits_of((lambda ends: torch.cat([ends[:2], ends[3:]])) if joined else lambda e: e)
     batch = make_batch()
 

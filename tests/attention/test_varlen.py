@@ -70,7 +70,7 @@ def test_flex_makes_one_mask_per_batch_and_window(monkeypatch: pytest.MonkeyPatc
     assert len(made) == 5
 
 
-def test_flex_stands_in_a_compiled_graph() -> None:
+def test_flex_works_inside_a_compiled_graph() -> None:
     @torch.compile(backend="eager", fullgraph=True)
     def layer(q: Tensor, bounds: Tensor) -> Tensor:
         return varlen_attention(q, q, q, bounds, max_seqlen=9, backend="flex", softcap=2.0)
@@ -82,7 +82,7 @@ def test_flex_stands_in_a_compiled_graph() -> None:
         assert_close(layer(q, bounds), expected, 1e-5, "output")
 
 
-def test_every_backend_is_asked_in_order_of_preference() -> None:
+def test_backends_are_tried_in_order_of_preference() -> None:
     needs = Case(lengths=(1,)).needs("cpu", torch.float32)
     assert list(refusals(needs)) == list(BACKENDS)
 
@@ -116,7 +116,7 @@ def test_one_graph_serves_every_segmentation(causal: bool) -> None:
     assert len(graphs) <= 2  # the second for any longest segment
 
 
-def test_the_operator_obeys_the_rules_of_custom_operators() -> None:
+def test_operator_passes_opcheck() -> None:
     q = torch.randn(9, 4, 8, requires_grad=True)
     k = torch.randn(9, 2, 8, requires_grad=True)
     bounds = torch.tensor([0, 4, 9], dtype=torch.int32)
@@ -193,7 +193,7 @@ def test_old_flash_attn_is_refused_first(tmp_path: Path, monkeypatch: pytest.Mon
         ({"window": -1}, "0 \\(off\\) or more"),
     ],
 )
-def test_call_that_no_backend_honours_is_refused(changes: dict[str, object], message: str) -> None:
+def test_invalid_calls_are_refused(changes: dict[str, object], message: str) -> None:
     arguments: dict[str, Any] = {name: torch.zeros(4, 2, 8) for name in ("key", "value")}
     arguments |= {"query": torch.zeros(4, 4, 8), "cu_seqlens": torch.IntTensor([0, 4])}
     with pytest.raises(ValueError, match=message):
@@ -207,7 +207,7 @@ def test_heads_that_cannot_be_grouped_are_refused() -> None:
         ScoreRule(scale=1.0, softcap=-1.0)
 
 
-def test_alibi_slopes_are_those_of_the_paper() -> None:
+def test_alibi_slopes_equal_the_published_ones() -> None:
     assert torch.allclose(alibi_slopes(8), torch.tensor([2.0**-i for i in range(1, 9)]))
     twelve = alibi_slopes(12)  # eight of the power below, then every other of sixteen
     assert torch.allclose(twelve[:8], alibi_slopes(8))

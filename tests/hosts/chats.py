@@ -1,5 +1,5 @@
-"""Conversations for fine-tuning hosts, through the commands of the guide: a chat template, labels
-beside the tokens, samples that are indices. And a tiny Llama on disk, so that no hub is asked.
+"""Conversations for fine-tuning hosts, built with the commands of the guide (a chat template, labels,
+packed samples), and a tiny Llama on disk, so that no hub is needed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Chats:
         return str(self.folder / name)
 
     def rows(self, seed: int, num_rows: int | None = None) -> RowDataset:
-        """Those of a run of either host, read without it."""
+        """Rows of a run of either host, read without it."""
         options = RowOptions(sequence_length=ROW, rows_per_block=ROWS_PER_STEP, seed=seed)
         manifest = Manifest.read(self.path("chats.json"))
         return open_rows(manifest, open_documents(manifest), options, num_rows=num_rows)
@@ -97,7 +97,7 @@ def write_model(folder: Path) -> None:
 
 @torch.no_grad()
 def losses_one_by_one(folder: Path, tokens: Any, begins: Any, counts: Any) -> torch.Tensor:
-    """Of every label of a stream of documents its loss, each document forwarded by itself.
+    """Return the loss of every label in a stream of documents, each forwarded alone.
 
     Args:
         folder: of the model.

@@ -1,4 +1,4 @@
-"""What every call of the model must have been handed, by the documents alone."""
+"""Check of the arguments of every model call against the documents."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SPLITS = ("train", "valid", "test")
 
 @dataclass
 class Findings:
-    """Of one run, over all ranks."""
+    """Counts of one run, over all ranks."""
 
     calls: int = 0
     reads: int = 0
@@ -36,10 +36,10 @@ class Findings:
     splits: set[str] = field(default_factory=set)
     """Of which rows were read."""
     longest: dict[int, int] = field(default_factory=dict)
-    """Beside it the longest segment of its micro batch, tokens."""
+    """Longest segment of its micro batch, tokens."""
 
     def hold(self) -> None:
-        """There are no problems."""
+        """Raise AssertionError with the first problems."""
         assert not self.problems, "\n".join(self.problems[:20])
 
 
@@ -100,7 +100,7 @@ def _by(ranks: list[dict[str, Any]], axis: str) -> list[list[dict[str, Any]]]:
 
 
 def whole_rank(group: list[dict[str, Any]], align: int, found: Findings) -> dict[str, Any]:
-    """Of a context-parallel group one rank, whose calls have the rows of all."""
+    """Return one rank of a context-parallel group, whose calls have the rows of all."""
     if len(group) == 1:
         return group[0]
     calls = list(zip(*(rank["calls"] for rank in group), strict=True))
@@ -130,7 +130,7 @@ def unlike_layers(call: dict[str, Any]) -> Iterator[str]:
 def wrong(
     call: dict[str, Any], begins: NDArray[np.int64], align: int = 1, *, shifted: bool = False
 ) -> Iterator[str]:
-    """What is wrong with one call. Token ids are positions in the corpus, 0 is padding.
+    """Yield the faults of one call. Token ids are positions in the corpus, 0 is padding.
 
     A segment has less than ``align`` tokens of padding at its end.
     """
@@ -163,7 +163,7 @@ def wrong(
         document = int(np.searchsorted(begins, text[0], side="right")) - 1
         last = int(begins[document + 1]) - 1
         if not np.array_equal(text, np.arange(text[0], text[0] + len(text))) or text[-1] > last:
-            yield f"segment [{begin}, {end}) is no run of one document"
+            yield f"segment [{begin}, {end}) is not a run of one document"
         follows[begin:end] = np.where(text < last, text + 1, 0)
         first = 0
         if positions is None:  # relative ones, counted by the host's attention
@@ -171,7 +171,7 @@ def wrong(
         if begin and tokens[begin - 1] and follows[begin - 1] == text[0]:  # cut by a window
             first = int(positions[begin - 1]) + 1
             if first % WINDOW:
-                yield f"segment [{begin}, {end}) goes on after {first} tokens"
+                yield f"segment [{begin}, {end}) continues after {first} tokens"
         if not np.array_equal(positions[begin:end], np.arange(first, first + len(text))):
             yield f"position_ids of segment [{begin}, {end}) do not begin at {first}"
     if shifted:
@@ -179,7 +179,7 @@ def wrong(
         follows[(np.append(tokens[1:], 0) != follows) & ~row_ends] = 0
     mask, labels = _flat(call["loss_mask"]), _flat(call["labels"])
     if mask is not None and not np.array_equal(mask, (follows > 0).astype(np.float32)):
-        yield "loss_mask is not 1 just where the document goes on"
+        yield "loss_mask is not 1 just where the document continues"
     if labels is not None and not np.array_equal(labels[follows > 0], follows[follows > 0]):
         yield "labels are not the next tokens of the documents"
 
@@ -200,7 +200,7 @@ def wrong_ahead(call: dict[str, Any], found: Findings) -> Iterator[str]:
         counts = expected > 0
         found.ahead += int(counts.sum())
         if not np.array_equal(mask > 0, counts):
-            yield f"depth {depth}: the mask is not 1 just where the segment goes on"
+            yield f"depth {depth}: the mask is not 1 just where the segment continues"
         elif not np.array_equal(labels[counts], expected[counts]):
             yield f"depth {depth}: labels are not the tokens ahead"
 
@@ -287,7 +287,7 @@ def check_evaluation(
         recorded: of every rank; those of the last pipeline stage have losses.
         sets: numbers of the documents of each, in the order in which they are evaluated; those of
             which an evaluation has no token are not in it.
-        shifted: see ``check_run``: each token is counted, since some labels are not told.
+        shifted: see ``check_run``: each token is counted, since some labels are dropped.
 
     Returns:
         Findings, and the mean loss of each set, evaluation after evaluation.
@@ -325,7 +325,7 @@ def check_evaluation(
 
 
 def check_program(found: Findings, corpus: Corpus, global_batch: int) -> None:
-    """Of program.json: two steps attend in a window, one has little code, two mask documents."""
+    """Check the rows of program.json: two steps have a window, one has little code, two mask documents."""
     steps: list[dict[str, Any]] = [{"documents": set(), "longest": 0} for _ in range(4)]
     for number, row in found.rows.items():
         step = steps[number // global_batch]
@@ -376,10 +376,10 @@ def wrongly_aligned(call: dict[str, Any], read: dict[str, Any], to: int) -> Iter
     """Segments of a row that is cut document by document begin at multiples of ``to``."""
     padded = call["cu_seqlens_padded"]
     if padded is None or not torch.equal(padded, call["cu_seqlens"]):
-        yield "attention is told other boundaries than those of the room between segments"
+        yield "attention got other boundaries than those of the padded segments"
         return
     if (padded % to).any():
-        yield f"boundaries {padded.tolist()} are no multiples of {to}"
+        yield f"boundaries {padded.tolist()} are not multiples of {to}"
     if "cu_seqlens_padded" not in read:
         yield "the dataset gives no cu_seqlens_padded"
         return
@@ -387,7 +387,7 @@ def wrongly_aligned(call: dict[str, Any], read: dict[str, Any], to: int) -> Iter
     if rooms != [-(-length // to) * to for length in lengths]:
         yield f"segments of {lengths} tokens have room for {rooms}"
     if rooms != _lengths(padded):
-        yield "the model is told other boundaries than the dataset's"
+        yield "the model got other boundaries than the dataset's"
 
 
 def _lengths(bounds: torch.Tensor) -> list[int]:

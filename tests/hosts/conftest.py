@@ -1,4 +1,4 @@
-"""What the tests of all hosts share, and the matrix of what was run below their summary."""
+"""Fixtures of all hosts, and a matrix of the runs below pytest's summary."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def known_rows() -> dict[str, dict[int, tuple[int, ...]]]:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """With ``-n`` the process that prints is told what others have found."""
+    """With ``-n`` workers send their results to the process that prints."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["matrix"] = MATRIX
 

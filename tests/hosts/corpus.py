@@ -1,6 +1,6 @@
-"""Documents whose tokens say where they stand: every token of the corpus has an id of its own.
+"""Documents in which every token of the corpus has another id.
 
-So batches alone tell whether labels, masks, positions and boundaries are right.
+So batches alone show whether labels, masks, positions and boundaries are right.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MASKED = range(0, NUM_WEB, 2)  # documents of web that its third step and later 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Two sources, ``web`` and ``code``, and manifests: one source, a blend, a program; beside them
+    """Two sources, ``web`` and ``code``, and manifests: one source, a blend, a program; also
     ``few``, the first documents of ``code``."""
 
     folder: Path

@@ -1,4 +1,4 @@
-"""CUDA mapped to the CPU and nccl to gloo, so that a host's own script runs where there is no GPU.
+"""CUDA mapped to the CPU and nccl to gloo, so that a host's own script runs without a GPU.
 
 What asks for a CUDA device gets the CPU; streams, events and synchronization do nothing. Nothing
 of the host is changed: only what torch answers.
@@ -30,8 +30,8 @@ def on_cpu() -> None:
 
 
 def without_shared_memory() -> None:
-    """Of DeepSpeed's groups of a node: a kernel that it would compile first, under a lock in the
-    user's cache that a killed run leaves for good."""
+    """Disable a kernel of DeepSpeed that it would compile first, under a lock in the user's cache
+    that a killed run leaves behind."""
     importlib.import_module("deepspeed").ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 

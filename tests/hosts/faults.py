@@ -1,4 +1,4 @@
-"""What may be wrong between the batch and the model, put into Megatron-LM on purpose.
+"""Faults between the batch and the model, injected into Megatron-LM.
 
 bounds    0 3 8 16       batch: documents of 3, 5 and 8 tokens
 shifted   0 4 9 16       one token of the next document is let in

@@ -1,6 +1,6 @@
-"""flash-attn where there is no GPU: real attention in plain torch, and a note of every call.
+"""flash-attn without a GPU: real attention in plain torch, and a note of every call.
 
-Only the kernel is replaced. The functions stand where flash-attn's stand, under its names, so that
+Only the kernel is replaced. The functions have flash-attn's modules and names, so that
 what a host imports, and what megapack wraps, is what it imports and wraps on a GPU.
 """
 
@@ -21,7 +21,7 @@ from torch import Tensor
 VERSION = "2.8.3"  # hosts ask for it before they choose a function
 
 Note = Callable[[Tensor | None, int | None], None]
-"""Is told the boundaries and the longest segment of a call; None where it had no boundaries."""
+"""Called with boundaries and longest segment of a call; None without boundaries."""
 
 
 def flash_attn_func(
@@ -34,7 +34,7 @@ def flash_attn_func(
     window_size: tuple[int, int] = (-1, -1),
 ) -> Tensor:
     """q ``(batch, row, heads, dim)``, k and v with fewer heads."""
-    assert window_size == (-1, -1), "no model here has windows of its own"
+    assert window_size == (-1, -1), "no model here has windows"
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     out = F.scaled_dot_product_attention(
         q, k, v, dropout_p=dropout_p, is_causal=causal, scale=softmax_scale, enable_gqa=True

@@ -24,7 +24,7 @@ from stand_ins import AttentionNotRun, take_sequence_parallel
 
 
 class GPTRecorder(Recorder):
-    """Of Megatron-LM, whose model is handed everything."""
+    """Recorder of Megatron-LM, whose model gets everything."""
 
     def watch_model(self, model_class: Any) -> None:
         stock = model_class.forward
@@ -86,7 +86,7 @@ class GPTRecorder(Recorder):
         dataset_class.micro_batch = read
 
     def save(self, folder: Path, **where: int) -> None:
-        """A rank of its own for every virtual stage, which has a loader of its own."""
+        """Save a separate rank for every virtual stage, which has its own loader."""
         calls, reads, probed = self.calls, self.reads, self.probed
         size = where.pop("stages")
         stages = sorted({call["virtual"] for call in calls})
@@ -105,13 +105,13 @@ class GPTRecorder(Recorder):
 
 
 def _pads_between(params: Any) -> bool:
-    """Transformer Engine's rule: padding is between segments if it is told so by two objects."""
+    """Transformer Engine's rule: padding is between segments if it gets two objects."""
     padded = getattr(params, "cu_seqlens_q_padded", None)
     return padded is not None and padded is not params.cu_seqlens_q
 
 
 def watched(fault: str | None = None) -> GPTRecorder:
-    """Of calls, rows and the probe; with a fault of faults.py put into the host."""
+    """Record calls, rows and the probe; inject a fault of faults.py."""
     recorder = GPTRecorder()
     model_class = importlib.import_module("megatron.core.models.gpt").GPTModel
     recorder.watch_model(model_class)
@@ -127,7 +127,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None: ...
 
 
 def prepare(arguments: list[str]) -> None:
-    """What the host would do on a GPU machine and cannot, or must not, do here."""
+    """Disable what the host does only on a GPU machine."""
     # It compiles into its own tree, which is not ours to write to, what only its datasets need.
     importlib.import_module("megatron.core.datasets.utils").compile_helpers = _nothing
     with contextlib.suppress(ModuleNotFoundError):  # 0.16 has CUDA sources

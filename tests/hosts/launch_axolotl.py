@@ -1,7 +1,7 @@
 """axolotl on the CPU: ``torchrun launch_axolotl.py FAULT config.yaml`` is its ``axolotl train``.
 
-FAULT is put in on purpose between the batch and the model: ``joined`` has positions go on over
-documents, ``moved`` has them restart a token late, ``shifted`` moves labels once more; ``none``.
+FAULT is injected between the batch and the model: ``joined`` has positions continue over documents,
+``moved`` has them restart a token late, ``shifted`` moves labels once more; ``none``.
 """
 
 from __future__ import annotations

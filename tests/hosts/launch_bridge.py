@@ -1,10 +1,10 @@
 """Megatron-Bridge on a CPU: ``launch_bridge.py RECORDS MANIFEST [pretrain STAGES FAULT]``.
 
 Without ``pretrain`` its GPTDatasetConfig, its dataset provider, a stock loader, its get_batch for
-every stage of a pipeline of three, and its get_packed_seq_params; what the model would be handed is
-recorded as of Megatron-LM (check.py). With it Bridge's own ``pretrain`` trains a tiny GPT of
+every stage of a pipeline of three, and its get_packed_seq_params; the arguments of the model are
+recorded as for Megatron-LM (check.py). With it Bridge's own ``pretrain`` trains a tiny GPT of
 megatron-core's local layers, under torchrun. Bridge imports Transformer Engine, modelopt and
-NVIDIA's resiliency extension whatever is used of them; stand-ins have their names.
+NVIDIA's resiliency extension in any case; stand-ins have their names.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class _Absence(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def import_bridge() -> None:
-    """After megatron-core, which does without Transformer Engine where there is none."""
+    """Import Bridge after megatron-core, which does not need Transformer Engine."""
     importlib.import_module("megatron.core.models.gpt")
     stock = importlib.metadata.distribution
 
@@ -134,7 +134,7 @@ def main(folder: str, manifest: str) -> None:
 
 
 class _Stage:
-    """The group of a pipeline, of which only place and size are asked."""
+    """The group of a pipeline, of which only place and size are used."""
 
     def __init__(self, stage: int) -> None:
         self._stage = stage
@@ -220,7 +220,7 @@ def pretrain(folder: str, manifest: str, stages: str, fault: str) -> None:
     where: dict[str, int] = {}
     stock = training._finish_train
 
-    def finish(*args: Any) -> None:  # it ends the groups that know where a rank stands
+    def finish(*args: Any) -> None:  # it ends the groups that know the place of a rank
         where["data"] = state.get_data_parallel_rank()
         where["pipeline"] = state.get_pipeline_model_parallel_rank()
         stock(*args)
@@ -230,7 +230,7 @@ def pretrain(folder: str, manifest: str, stages: str, fault: str) -> None:
     make_loss = step._create_loss_function
 
     def loss_of(loss_mask: Any, *args: Any, **kwargs: Any) -> Any:
-        if loss_mask is not None:  # of the last stage, where the model is not told
+        if loss_mask is not None:  # of the last stage, whose model does not get it
             recorder.calls[-1]["loss_mask"] = loss_mask.clone()
         return make_loss(loss_mask, *args, **kwargs)
 

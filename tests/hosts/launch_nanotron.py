@@ -27,7 +27,7 @@ SABOTAGE = os.environ.get("HOST_SABOTAGE", "")
 
 
 def sum_and_divide() -> None:
-    """gloo has no mean of its own, and torch's takes no weights."""
+    """gloo has no mean, and torch's takes no weights."""
     stock = dist.all_reduce
 
     def all_reduce(
@@ -68,7 +68,7 @@ def layer_norm_fn(x: Tensor, weight: Tensor, bias: None, eps: float, **_: Any) -
 
 
 def put_kernels(recorder: LoaderRecorder) -> None:
-    """What nanotron imports when it is imported."""
+    """Replace modules that nanotron imports."""
     put_flash_attn(recorder.note_attention)
 
     def kvpacked(q: Tensor, kv: Tensor, cu_q: Tensor, cu_k: Tensor, *args: Any, **kw: Any) -> Any:
@@ -119,7 +119,7 @@ def watch_model(recorder: LoaderRecorder) -> None:
 
 
 def keep_gradient(trainer: Any, folder: Path) -> None:
-    """Of the first step, as the optimizer is given it: gradient.pt."""
+    """Save the optimizer's gradient of the first step: gradient.pt."""
     stock = trainer.optimizer.step
 
     def step(*args: Any, **kwargs: Any) -> Any:

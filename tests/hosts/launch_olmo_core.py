@@ -1,7 +1,7 @@
 """OLMo-core on the CPU: ``torchrun launch_olmo_core.py OPTIONS`` is examples/olmo_core_packed.py.
 
-OLMo-core itself asks for gloo and for tensors on the CPU where there is no GPU. The kernel of its
-flash-attention backend is replaced, as its other one knows no documents.
+Without a GPU OLMo-core uses gloo and tensors on the CPU. The kernel of its flash-attention backend
+is replaced, as its other backend ignores documents.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def one_call(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def keep_gradient(folder: Path) -> None:
-    """Of the first step, as the optimizer is given it: gradient.pt."""
+    """Save the optimizer's gradient of the first step: gradient.pt."""
     module: Any = importlib.import_module("olmo_core.train.train_module").TransformerTrainModule
     stock = module.optim_step
 

@@ -57,7 +57,7 @@ def varlen_attn(
 
 
 def tiny_model(registry: Any, vocabulary: int) -> None:
-    """Of every model of a registry two layers, and an id for every token of the corpus."""
+    """Cut every model of a registry to two layers, with an id for every token of the corpus."""
     stock = registry.model_registry
 
     def model_registry(flavor: str, **options: Any) -> Any:
@@ -121,8 +121,8 @@ def bounds_of(masks: Any) -> tuple[Tensor, int] | tuple[None, None]:
 
 
 def states_of(trainer: Any, tokens: Tensor, positions: Tensor) -> Tensor:
-    """What the model makes of a row ``(tokens,)``, in which documents begin where positions are 0;
-    torchtitan's chunked loss makes logits of it."""
+    """Return the model's states of a row ``(tokens,)``, in which documents begin at positions 0;
+    torchtitan's chunked loss computes logits from them."""
     model = trainer.model_parts[0].eval()
     if not trainer.dataloader.ranks.dialect.flat:
         tokens, positions = tokens[None], positions[None]
@@ -133,7 +133,7 @@ def states_of(trainer: Any, tokens: Tensor, positions: Tensor) -> Tensor:
 
 
 def one_by_one(trainer: Any) -> float:
-    """How far the states of a row are from those of its documents, each on its own."""
+    """Return the distance of a row's states from those of its single documents."""
     ranks = trainer.dataloader.ranks
     told = emit(ranks.micro_batch(ranks._block_of_short_documents(0)), ranks.dialect)
     tokens, positions = (told[name].reshape(-1) for name in ("input", "positions"))
@@ -145,7 +145,7 @@ def one_by_one(trainer: Any) -> float:
 
 
 def losses_of(trainer: Any, text: Tensor) -> Tensor:
-    """Of a document, on its own."""
+    """Return the losses of a single document."""
     states = states_of(trainer, text, torch.arange(len(text)))
     logits = trainer.loss_fn.lm_head(states[:-1])
     return cross_entropy(logits, text[1:], reduction="none")

@@ -1,9 +1,8 @@
 """verl's SFT trainer on the CPU: ``torchrun launch_verl.py FAULT key=value ...``.
 
-verl is told its device by a platform, which others than its own may be; the rest is its main().
-What every forward was handed and what came out of it goes to HOST_RECORDS, a file per rank.
-FAULT is put in on purpose: ``shifted`` has the loss mask name predictors, ``joined`` has positions
-go on over documents; ``none``.
+A custom platform gives verl its device; the rest is its main(). Inputs and outputs of every forward
+go to HOST_RECORDS, a file per rank. FAULT is injected: ``shifted`` has the loss mask refer to
+predictors, ``joined`` has positions continue over documents; ``none``.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ def release_of(tree: Path) -> tuple[int, int]:
 
 
 def boundary_flag(release: tuple[int, int], flags: str) -> list[str]:
-    """What makes the script read boundaries, see the guide; our get_batch needs none."""
+    """Flags that make the script read boundaries, see the guide; our get_batch needs none."""
     if release < (0, 18) or "--sft" in flags:
         return []
     return ["--sft"] if release == (0, 18) else ["--dataloader-inter-document-masking"]
@@ -155,7 +155,7 @@ def data_flags(corpus: Corpus, data: str) -> list[str]:
 
 
 def arguments(release: tuple[int, int], layout: Layout, corpus: Corpus) -> list[str]:
-    """Of pretrain_gpt.py; what the layout says comes last and counts."""
+    """Return flags of pretrain_gpt.py; those of the layout come last and count."""
     length = ("--train-iters", str(layout.train_iters))
     if layout.train_samples:
         length = ("--train-samples", str(layout.train_samples))
@@ -193,7 +193,7 @@ class Host:
         options: Sequence[str] = (),
         fault: str | None = None,
     ) -> str:
-        """What the run logged; AssertionError where it fails. Records are in the folder.
+        """Return the log of the run; AssertionError if it fails. Records are in the folder.
 
         With the host's compiled helpers it runs with its own datasets. Options are the launcher's,
         a fault is one of faults.py.
@@ -220,5 +220,5 @@ class Host:
 
 
 def environment(tree: Path) -> dict[str, str]:
-    """Of a process that imports this checkout, and what it imports beside torch (Makefile)."""
+    """Return the environment of a process that imports this checkout and the host (Makefile)."""
     return {**environment_of(tree, "hosts"), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}

@@ -13,7 +13,7 @@ ITERATION = re.compile(
 
 
 def iterations(log: str) -> list[tuple[int, float, float]]:
-    """Of every iteration: rows consumed until its end, loss, norm of the gradient."""
+    """Return for every iteration: rows consumed until its end, loss, norm of the gradient."""
     found = [match.groups() for match in map(ITERATION.search, log.splitlines()) if match]
     return [(int(rows), float(loss), float(norm)) for _, rows, loss, norm in found]
 
@@ -49,7 +49,7 @@ def wrong_losses(log: str, ranks: list[dict[str, Any]], first_row: int, row: int
 
 
 def _losses(rank: dict[str, Any]) -> Iterator[tuple[float, float, int]]:
-    """Of every call in training: sum of losses, number of labels, number of tokens."""
+    """Return for every training call: sum of losses, number of labels, number of tokens."""
     for call in rank["calls"]:
         if call["training"]:
             mask = call["loss_mask"].flatten().double()

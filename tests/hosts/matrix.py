@@ -1,6 +1,6 @@
-"""What was found in the runs of every host: held to the documents, noted for the summary below.
+"""Results of the runs of every host: compared with the documents, noted for the summary.
 
-``trained``, ``resumed`` and ``evaluated`` are what every host of rows must show, whatever it logs.
+``trained``, ``resumed`` and ``evaluated`` are checks that every host of rows must pass.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def trained(
     program: bool = False,
     **how: Any,
 ) -> Findings:
-    """Every call was right, the rows of all steps were read, those that are known as they are
-    known, and attention was seen in all layers."""
+    """Check that every call was right, that the rows of all steps were read, that known rows agree,
+    and that all layers called attention."""
     found = check_run(load_ranks(folder), corpus, **how)
     note(host, tree.name, layout, found)
     found.hold()
@@ -62,7 +62,7 @@ def trained(
 def resumed(
     host: str, tree: Path, folders: Iterable[Path], corpus: Corpus, *, remark: str = "", **how: Any
 ) -> None:
-    """Two steps, and behind them two steps of a run that went on."""
+    """Two steps, then two steps of the resumed run."""
     before, after = (check_run(load_ranks(folder), corpus, **how) for folder in folders)
     note(host, tree.name, f"DP 2 to DP 1, resumed{remark}", after)
     assert not before.problems + after.problems

@@ -21,13 +21,13 @@ def trees_of(variable: str) -> list[Path]:
 
 
 def marks_of(trees: list[Path], variable: str, host: str) -> list[Any]:
-    """Of a module whose tests start processes, where the variable names a checkout of the host."""
+    """Return marks of a module whose tests start processes of the host's checkout."""
     reason = f"{variable} names no checkout of {host}"
     return [pytest.mark.multiprocess, pytest.mark.skipif(not trees, reason=reason)]
 
 
 def environment_of(tree: Path, packages: str) -> dict[str, str]:
-    """Of a process that imports this checkout.
+    """Return the environment of a process that imports this checkout.
 
     Args:
         tree: the checkout.
@@ -82,7 +82,7 @@ OLDER_PYTHON = "import typing, typing_extensions; typing.override = typing_exten
 def last_line(
     program: str, environment: dict[str, str], *arguments: str, folder: Path | None = None
 ) -> str:
-    """What a program that imports a host prints at its end; it runs in the folder."""
+    """Return the last output of a program that imports a host; it runs in the folder."""
     command = [sys.executable, "-c", OLDER_PYTHON + program, *arguments]
     done = run(command, folder, environment)
     assert done.returncode == 0, done.stderr[-3000:]

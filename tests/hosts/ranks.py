@@ -35,7 +35,7 @@ class Ranks:
         )
 
     def run(self, patience: float, **job: Any) -> bool:
-        """Whether all ranks ended well. A job: ranks, port, folder, and what ``run_rank`` takes.
+        """Return whether all ranks succeed. A job: ranks, port, folder, arguments of ``run_rank``.
 
         Raises:
             TimeoutError: they did not end; they are killed.
@@ -71,7 +71,7 @@ def serve() -> None:
 
 
 def _run(job: dict[str, Any]) -> bool:
-    """Whether a rank failed; then the others, who would wait for it, are ended."""
+    """Return whether a rank failed; then end the others, which would wait for it."""
     running = {_fork(job, rank) for rank in range(job["ranks"])}
     failed = False
     while running:
@@ -103,7 +103,7 @@ def _fork(job: dict[str, Any], rank: int) -> int:
         more = {name: job[name] for name in ("options", "fault") if name in job}
         importlib.import_module("launch").run_rank(*given, **more)
         status = 0
-    except BaseException:  # the process ends here, whatever it was
+    except BaseException:  # the process ends here after any error
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()

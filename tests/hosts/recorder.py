@@ -1,4 +1,4 @@
-"""What one rank's model was handed, and which rows the rank had read, in a file of its own."""
+"""Record of one rank: arguments of its model, and rows that it read, in a file."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _kept(value: Any) -> Any:
 
 
 class TextRecorder(Recorder):
-    """Of a host whose model is told of segments by its attention alone.
+    """Recorder of a host whose model gets segments only in its attention.
 
     A call begins with the embedding; every layer's attention adds the boundaries that it was given,
     recomputation the same again; labels and mask come with the loss. Loaders read row by row.
@@ -86,7 +86,7 @@ class TextRecorder(Recorder):
         self.calls[-1] |= {"labels": _kept(labels), "loss_mask": _kept(loss_mask)}
 
     def note_losses(self, losses: Any) -> None:
-        """Of every token of the micro batch, in the order of its labels."""
+        """Record every token of the micro batch, in the order of its labels."""
         if not self.calls[-1]["training"]:
             self.calls[-1]["losses"] = _kept(losses)
 
@@ -145,7 +145,7 @@ class TextRecorder(Recorder):
 
 
 class LoaderRecorder(TextRecorder):
-    """Of a host that iterates over ``RankRows``, a micro batch at a time.
+    """Record a host that iterates over ``RankRows``, a micro batch at a time.
 
     Attributes:
         paused: calls are not noted: the probe makes them.
@@ -217,7 +217,7 @@ def flat_gradient(model: Any) -> Tensor:
 def print_one_by_one(
     model: Any, told: dict[str, Any], bounds: list[int], loss_of: Callable[..., Tensor]
 ) -> None:
-    """How far loss and gradient of a row are from those of its documents, each alone."""
+    """Return the distance of a row's loss and gradient from those of its single documents."""
     assert len(bounds) > 4, "a row of several documents was expected"
     of_tokens = [name for name, x in told.items() if np.shape(x)[1:] == (bounds[-1],)]
     parts = [{name: told[name][:, a:b] for name in of_tokens} for a, b in pairwise(bounds)]

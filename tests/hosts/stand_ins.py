@@ -1,4 +1,4 @@
-"""Where a run needs a kernel of Apex or Transformer Engine that has no CPU version."""
+"""Replacements of kernels of Apex and Transformer Engine that have no CPU version."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class AttentionNotRun(torch.nn.Module):
 def thd_get_partitioned_indices(
     cu_seqlens: Tensor, total_tokens: int, cp_size: int, cp_rank: int
 ) -> Tensor:
-    """Of every segment the chunks ``cp_rank`` and ``2 cp_size - 1 - cp_rank`` of ``2 cp_size``.
+    """Return chunks ``cp_rank`` and ``2 cp_size - 1 - cp_rank`` of ``2 cp_size`` of every segment.
 
     As Transformer Engine documents it: int32 positions, segments of any other length cut down.
     """

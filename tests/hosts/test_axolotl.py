@@ -36,7 +36,7 @@ pytestmark = marks_of(FOLDERS, "AXOLOTL", "axolotl")
 
 
 def train(folder: Path, chats: Chats, ranks: int = 1, fault: str = "none", **changed: Any) -> str:
-    """Run the example's configuration, as it is changed for a tiny model; what was logged."""
+    """Run the example's configuration, changed for a tiny model; return its log."""
     folder.mkdir()
     settings = yaml.safe_load((ROOT / "examples" / "axolotl_packed.yaml").read_text())
     settings |= {
@@ -62,7 +62,7 @@ def train(folder: Path, chats: Chats, ranks: int = 1, fault: str = "none", **cha
 
 
 def mean_loss(model: Any, samples: Iterator[dict[str, Any]]) -> torch.Tensor:
-    """Over all labels, each document forwarded by itself."""
+    """Mean over all labels, each document forwarded alone."""
     total, count = torch.zeros(()), 0
     for sample in samples:
         for begin, end in zip(sample["cu_seqlens"], sample["cu_seqlens"][1:], strict=False):
@@ -116,7 +116,7 @@ def test_axolotl_trains_with_the_losses_of_the_documents(
     ],
     ids=lambda value: None if isinstance(value, str) else next(iter(value.values())),
 )
-def test_axolotl_stops_where_rows_would_be_trained_wrongly(
+def test_axolotl_refuses_wrong_rows(
     changed: dict[str, Any], message: str, chats: Chats, tmp_path: Path
 ) -> None:
     source = {"prefix": chats.path("chats"), "index": chats.path("chats.samples")}

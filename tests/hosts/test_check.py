@@ -71,7 +71,7 @@ def boundary_flag_of(tree: Path) -> str:
     return "".join(boundary_flag(release_of(tree), ""))
 
 
-def test_what_is_printed_is_what_the_run_then_reads(
+def test_check_prints_the_rows_of_the_run(
     checked: Checked, host: Host, corpus: Corpus, tmp_path: Path
 ) -> None:
     """Row by row: max_seqlen and labels of every micro step that is printed."""
@@ -97,7 +97,7 @@ def test_context_parallel_ranks_are_checked(checked: Checked) -> None:
     assert status == 0 and "one bucket" in said, errors
 
 
-def test_flags_that_the_run_would_refuse_are_status_2(checked: Checked) -> None:
+def test_flags_that_the_run_refuses_exit_with_status_2(checked: Checked) -> None:
     """Flags of ours, all at once; of Megatron's parser; and of Megatron's own checks."""
     for name in ("refused", "unknown", "odd"):
         assert checked.said[name][0] == 2, checked.said[name]
@@ -108,6 +108,6 @@ def test_flags_that_the_run_would_refuse_are_status_2(checked: Checked) -> None:
     assert "divisible" in checked.said["odd"][2]
 
 
-def test_data_that_cannot_be_read_is_status_1(checked: Checked) -> None:
+def test_unreadable_data_exits_with_status_1(checked: Checked) -> None:
     status, _, errors = checked.said["no data"]
     assert status == 1 and "nothing.idx" in errors

@@ -110,7 +110,7 @@ def data_settings(corpus: Corpus, layout: Layout) -> dict[str, Any]:
 
 
 def settings(corpus: Corpus, layout: Layout, **more: Any) -> dict[str, Any]:
-    """The configuration of the run, as it is written to its yml."""
+    """Return the configuration of the run for its yml."""
     tensor = layout.settings.get("model_parallel_size", 1)
     return {
         **MODEL,
@@ -165,7 +165,7 @@ def test_the_guide_has_the_script_that_is_run() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
-def test_every_call_is_handed_the_documents(
+def test_every_call_gets_the_documents(
     layout: Layout, tree: Path, corpus: Corpus, tmp_path: Path, known_rows: dict[str, Any]
 ) -> None:
     log = run(tree, layout, corpus, tmp_path / "run")
@@ -182,7 +182,7 @@ def test_every_call_is_handed_the_documents(
 
 
 @pytest.mark.parametrize("stages", [0, 1], ids=["", "pipeline engine"])
-def test_a_run_resumes_with_other_ranks_and_micro_batches(
+def test_run_resumes_on_other_ranks_and_micro_batches(
     stages: int, tree: Path, corpus: Corpus, tmp_path: Path
 ) -> None:
     """Two ranks to iteration 2, then one rank with micro batches of 3 from its checkpoint."""
@@ -198,7 +198,7 @@ def test_a_run_resumes_with_other_ranks_and_micro_batches(
 
 
 @pytest.mark.parametrize("layout", FULL_VALIDATION, ids=lambda layout: layout.name)
-def test_full_validation_is_the_documents_one_by_one(
+def test_full_validation_loss_equals_that_of_single_documents(
     layout: Layout, tree: Path, corpus: Corpus, tmp_path: Path
 ) -> None:
     """Each once, and what is logged is the mean over all labels; also of a run that is resumed."""

@@ -1,7 +1,7 @@
 """A real Megatron-Bridge checkout: its configuration, its data path and its ``pretrain``.
 
-``MEGATRON_BRIDGE=/path MEGATRON_LM=/path/to/main make test-hosts``; beside Megatron-LM's packages
-it imports hydra-core, omegaconf, antlr4-python3-runtime 4.9.3 and megatron-energon (on PYTHONPATH,
+``MEGATRON_BRIDGE=/path MEGATRON_LM=/path/to/main make test-hosts``; in addition to Megatron-LM's
+packages it imports hydra-core, omegaconf, antlr4-python3-runtime 4.9.3 and megatron-energon (on PYTHONPATH,
 with ``pytest -p no:hydra_pytest``).
 """
 
@@ -43,7 +43,7 @@ def train(tree: Path, folder: Path, data: str, ranks: int, stages: int, fault: s
 
 
 @pytest.mark.parametrize("data", ["web.json", "program.json"])
-def test_every_stage_is_handed_the_documents(
+def test_every_stage_gets_the_documents(
     tree: Path, data: str, corpus: Corpus, tmp_path: Path
 ) -> None:
     """Three stages, the one between included, of which Bridge says nothing without packing."""
@@ -59,12 +59,12 @@ def test_every_stage_is_handed_the_documents(
 def test_pretrain_trains_on_the_documents(
     tree: Path, ranks: int, stages: int, corpus: Corpus, tmp_path: Path
 ) -> None:
-    """What is logged is the mean over all labels of a step, by the losses that the model gave."""
+    """The log has the mean over all labels of a step, from the model's losses."""
     log = train(tree, tmp_path, corpus.path("mix.json"), ranks, stages)
     assert "segments of a micro batch are kept apart: probed in" in log
     recorded = load_ranks(tmp_path)
     found = check_run(recorded, corpus)
-    # Bridge evaluates rows in an order of its own ("cyclic").
+    # Bridge evaluates rows in another order ("cyclic").
     found.problems = [text for text in found.problems if not text.startswith("valid, micro step")]
     matrix.note("Megatron-Bridge", "main", f"pretrain, {ranks} ranks, {stages} stages", found)
     found.problems += wrong_losses(log, recorded, 0, ROW)
@@ -75,7 +75,7 @@ def test_pretrain_trains_on_the_documents(
 
 
 @pytest.mark.parametrize("fault", ["boundaries shifted", "boundaries lost"])
-def test_the_probe_catches_what_is_put_in(
+def test_probe_catches_injected_faults(
     tree: Path, fault: str, corpus: Corpus, tmp_path: Path
 ) -> None:
     with pytest.raises(AssertionError, match="boundaries of the batch do not reach the attention"):

@@ -66,7 +66,7 @@ def note(host: Host, layout: str, found: Findings) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
-def test_every_call_is_handed_the_documents(
+def test_every_call_gets_the_documents(
     layout: Layout, host: Host, corpus: Corpus, tmp_path: Path, known: Known
 ) -> None:
     if not layout.runs_on(host.release):
@@ -105,7 +105,7 @@ def test_every_call_is_handed_the_documents(
         ("boundaries lost", 2, "--pipeline-model-parallel-size 2", "see another document"),
     ],
 )
-def test_the_probe_catches_what_is_put_in(
+def test_probe_catches_injected_faults(
     fault: str, ranks: int, flags: str, said: str, host: Host, corpus: Corpus, tmp_path: Path
 ) -> None:
     data = "program.json" if "windows" in fault else "web.json"
@@ -127,7 +127,7 @@ def test_a_run_is_the_same_with_and_without_the_probe(
     assert list(iterations(logs[0])) == list(iterations(logs[1]))
 
 
-def test_a_run_goes_on_with_other_ranks_and_micro_batches(
+def test_run_resumes_on_other_ranks_and_micro_batches(
     host: Host, corpus: Corpus, tmp_path: Path, known: Known
 ) -> None:
     """Two ranks to iteration 2, three to iteration 3, then one with micro batches of 3."""
@@ -150,7 +150,7 @@ def test_a_run_goes_on_with_other_ranks_and_micro_batches(
 
 
 @pytest.mark.parametrize("layout", FULL_VALIDATION, ids=lambda layout: layout.name)
-def test_full_validation_is_the_documents_one_by_one(
+def test_full_validation_loss_equals_that_of_single_documents(
     layout: Layout, host: Host, corpus: Corpus, tmp_path: Path
 ) -> None:
     """Every label of a set counts alike, and what the host logs is the mean over them.
@@ -170,7 +170,7 @@ def test_full_validation_is_the_documents_one_by_one(
     assert [float(value) for value in VALIDATION.findall(log)] == pytest.approx(means, rel=2e-6)
 
 
-def test_context_parallelism_that_cuts_whole_rows_is_refused(
+def test_context_parallelism_over_whole_rows_is_refused(
     host: Host, corpus: Corpus, tmp_path: Path
 ) -> None:
     """RoPE takes the parts for parts of documents, with any dataset (test_megatron_parts.py)."""

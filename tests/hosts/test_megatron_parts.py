@@ -1,6 +1,6 @@
-"""Parts of Megatron-LM asked in a process of their own, without a run.
+"""Parts of Megatron-LM in a separate process, without a run.
 
-- Mamba layers are told where segments are, or refused at start (the mixer itself is CUDA code).
+- Mamba layers get segments, or are refused at start (the mixer itself is CUDA code).
 - RoPE gives wrong positions to whole rows that ranks cut: why that is refused.
 - A step plan as hybrid (in the branch dev: dynamic) context parallelism takes it.
 """
@@ -30,13 +30,13 @@ print(getattr(params, "seq_idx", None) is not None and params.seq_idx.tolist())
 """
 
 
-def test_segments_are_numbered_where_the_release_has_a_place_for_it(tree: Path) -> None:
+def test_segments_are_numbered_from_0_17_on(tree: Path) -> None:
     numbered = [[0] * 3 + [1] * 5 + [2] * 8]
     expected = str(numbered) if release_of(tree) >= (0, 17) else "False"
     assert last_line(SEQ_IDX, environment(tree)) == expected
 
 
-def test_a_hybrid_script_is_refused_where_there_is_none(tree: Path, tmp_path: Path) -> None:
+def test_hybrid_script_is_refused_before_0_17(tree: Path, tmp_path: Path) -> None:
     if release_of(tree) >= (0, 17):
         pytest.skip("this release has seq_idx")
     command = [sys.executable, str(LAUNCHERS / "launch.py"), str(tmp_path)]
@@ -68,7 +68,7 @@ print(json.dumps(found))
 """
 
 
-def test_rope_takes_parts_of_a_row_for_parts_of_its_documents(tree: Path) -> None:
+def test_rope_assumes_that_each_document_is_split(tree: Path) -> None:
     if release_of(tree) < (0, 19):
         pytest.skip("this release has no inter-document masking")
     given = json.loads(last_line(ROPE, environment(tree), json.dumps(BOUNDS)))
@@ -158,7 +158,7 @@ print(sorted(seen), kind if build_packed_microbatches else "unpacked")
 """
 
 
-def test_groups_parts_and_rows_are_those_that_megatron_makes(tree: Path) -> None:
+def test_groups_and_rows_equal_those_of_megatron(tree: Path) -> None:
     if release_of(tree) < (0, 19):
         pytest.skip("this release cuts batches of hybrid context parallelism in another way")
     *sizes, how = last_line(PLAN, environment(tree)).split()

@@ -113,8 +113,8 @@ def configuration(layout: Layout, corpus: Corpus, saved: Path, resume: bool) -> 
 
 
 def command(layout: Layout, corpus: Corpus, folder: Path, saved: Path | None = None) -> list[str]:
-    """Of a run in a folder, which is made and has the configuration in it; it goes on from what was
-    saved elsewhere."""
+    """Return the command of a run in a new folder with its configuration; ``saved``: resume from
+    there."""
     folder.mkdir(parents=True, exist_ok=True)
     text = configuration(layout, corpus, saved or folder / "saved", saved is not None)
     (folder / "config.yaml").write_text(yaml.safe_dump(text))
@@ -145,7 +145,7 @@ def run(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
-def test_every_call_is_handed_the_documents(
+def test_every_call_gets_the_documents(
     layout: Layout, tree: Path, corpus: Corpus, tmp_path: Path, known_rows: dict[str, Any]
 ) -> None:
     log = run(tree, layout, corpus, tmp_path / "run")
@@ -157,7 +157,7 @@ def test_every_call_is_handed_the_documents(
     assert log.count("documents of a micro batch are kept apart: probed in") == layout.ranks
 
 
-def test_loss_and_gradient_of_a_row_are_those_of_its_documents_one_by_one(
+def test_loss_and_gradient_of_a_row_equal_those_of_its_documents(
     tree: Path, corpus: Corpus, tmp_path: Path
 ) -> None:
     log = run(tree, Layout(name="one", steps=2), corpus, tmp_path / "run", HOST_ONE_BY_ONE="1")
@@ -179,7 +179,7 @@ def test_gradient_is_a_mean_over_labels_for_any_ranks_and_micro_batches(
     assert (means - one).abs().max() > 100 * TOLERANCE * scale
 
 
-def test_a_run_resumes_with_other_ranks_and_micro_batches(
+def test_run_resumes_on_other_ranks_and_micro_batches(
     tree: Path, corpus: Corpus, tmp_path: Path
 ) -> None:
     """Two ranks to step 2, then one rank with larger micro batches from its checkpoint."""
@@ -204,9 +204,9 @@ def test_a_run_resumes_with_other_ranks_and_micro_batches(
     ],
     ids=lambda value: value.name if isinstance(value, Layout) else value or "stock",
 )
-def test_what_is_wrong_on_purpose_is_refused(
+def test_injected_faults_are_refused(
     wrong: str, layout: Layout, said: str, tree: Path, corpus: Corpus, tmp_path: Path
 ) -> None:
-    """Between the loader and the model, and what rows cannot be told."""
+    """Faults between the loader and the model, and options that rows do not support."""
     around = environment(tree, tmp_path) | {"HOST_SABOTAGE": wrong}
     is_refused(command(layout, corpus, tmp_path), tmp_path, around, said)

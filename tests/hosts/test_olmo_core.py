@@ -65,7 +65,7 @@ def command(layout: Layout, corpus: Corpus, folder: Path) -> list[str]:
 
 
 def environment(tree: Path, folder: Path) -> dict[str, str]:
-    """Of a run in a folder, which is made."""
+    """Return the arguments of a run in a new folder."""
     folder.mkdir(parents=True, exist_ok=True)
     return {**environment_of(tree / "src", "hosts-olmo-core"), "HOST_RECORDS": str(folder)}
 
@@ -86,7 +86,7 @@ def run(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
-def test_every_call_is_handed_the_documents(
+def test_every_call_gets_the_documents(
     layout: Layout, tree: Path, corpus: Corpus, tmp_path: Path, known_rows: dict[str, Any]
 ) -> None:
     log = run(tree, layout, corpus, tmp_path / "run")
@@ -98,7 +98,7 @@ def test_every_call_is_handed_the_documents(
     assert log.count("documents of a micro batch are kept apart: probed in") >= 1
 
 
-def test_loss_and_gradient_of_a_row_are_those_of_its_documents_one_by_one(
+def test_loss_and_gradient_of_a_row_equal_those_of_its_documents(
     tree: Path, corpus: Corpus, tmp_path: Path
 ) -> None:
     log = run(tree, Layout(name="one", steps=2), corpus, tmp_path / "run", HOST_ONE_BY_ONE="1")
@@ -106,7 +106,7 @@ def test_loss_and_gradient_of_a_row_are_those_of_its_documents_one_by_one(
     assert float(loss) < TOLERANCE and float(gradient) < TOLERANCE
 
 
-def test_gradient_of_two_ranks_is_that_of_one_and_was_not_by_each_ranks_own_mean(
+def test_gradient_of_two_ranks_equals_that_of_one(
     tree: Path, corpus: Corpus, tmp_path: Path
 ) -> None:
     """Ranks have unequally many labels; OLMo-core's own mean weighs them alike."""
@@ -121,7 +121,7 @@ def test_gradient_of_two_ranks_is_that_of_one_and_was_not_by_each_ranks_own_mean
 
 
 @pytest.mark.parametrize(("ranks", "micro_batch"), [(1, 1), (2, 3)], ids=["DP 1", "DP 2"])
-def test_evaluation_is_the_documents_one_by_one(
+def test_evaluation_loss_equals_that_of_single_documents(
     ranks: int, micro_batch: int, tree: Path, corpus: Corpus, tmp_path: Path
 ) -> None:
     """Every document once, of which none is cut; the last rows are empty."""
@@ -134,7 +134,7 @@ def test_evaluation_is_the_documents_one_by_one(
     matrix.evaluated(HOST, tree, name, tmp_path / "run", corpus, **told)
 
 
-def test_a_run_resumes_with_other_ranks_and_micro_batches(
+def test_run_resumes_on_other_ranks_and_micro_batches(
     tree: Path, corpus: Corpus, tmp_path: Path
 ) -> None:
     """Two ranks to step 2, then one rank with larger micro batches from its checkpoint."""
@@ -146,7 +146,7 @@ def test_a_run_resumes_with_other_ranks_and_micro_batches(
     matrix.resumed(HOST, tree, folders, corpus)
 
 
-def test_epochs_and_a_changed_batch_size_go_on_in_the_order_of_the_rows(
+def test_epochs_and_a_changed_batch_size_keep_the_order_of_rows(
     tree: Path, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As ``BatchSizeScheduler`` sets it, between two steps; blocks hold the larger one."""
@@ -185,7 +185,7 @@ def test_epochs_and_a_changed_batch_size_go_on_in_the_order_of_the_rows(
         ("no callback", "add PackedOlmoCallback of megapack.integrations.hosts.olmo_core"),
     ],
 )
-def test_what_is_wrong_on_purpose_is_refused(
+def test_injected_faults_are_refused(
     wrong: str, said: str, tree: Path, corpus: Corpus, tmp_path: Path
 ) -> None:
     around = environment(tree, tmp_path) | {"HOST_SABOTAGE": wrong}

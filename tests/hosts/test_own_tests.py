@@ -62,7 +62,7 @@ def _outcome(case: ElementTree.Element) -> str:
 
 
 @pytest.mark.skipif(not MAIN, reason="MEGATRON_LM names no checkout of Megatron-LM's main")
-def test_outcomes_on_our_storage_are_those_on_its_own(tmp_path: Path) -> None:
+def test_own_tests_pass_on_our_storage(tmp_path: Path) -> None:
     helpers = compile_helpers(MAIN[0], tmp_path)
     stock = outcomes(MAIN[0], tmp_path, "stock", helpers)
     ours = outcomes(MAIN[0], tmp_path, "storage", helpers)

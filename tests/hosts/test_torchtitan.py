@@ -64,7 +64,7 @@ LAYOUTS = (
 
 
 def is_flat(tree: Path) -> bool:
-    """Whether sizes are counted in tokens, since torchtitan 0.3 was released."""
+    """Return whether sizes are counted in tokens (after torchtitan 0.3)."""
     return not (tree / "torchtitan/components/dataloader.py").exists()
 
 
@@ -100,7 +100,7 @@ def command(tree: Path, layout: Layout, corpus: Corpus, *more: str) -> list[str]
 
 
 def environment(tree: Path, layout: Layout, corpus: Corpus, folder: Path) -> dict[str, str]:
-    """Of a run in a folder, which is made and has the example in it."""
+    """Return the arguments of a run in a new folder with the example."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "torchtitan_packed.py").symlink_to(ROOT / "examples" / "torchtitan_packed.py")
     assets = corpus.folder / "assets"
@@ -123,7 +123,7 @@ def run(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
-def test_every_call_is_handed_the_documents(
+def test_every_call_gets_the_documents(
     layout: Layout, tree: Path, corpus: Corpus, tmp_path: Path, known_rows: dict[str, Any]
 ) -> None:
     log = run(tree, layout, corpus, tmp_path / "run")
@@ -137,7 +137,7 @@ def test_every_call_is_handed_the_documents(
     assert found.splits == {"train"} | evaluated
 
 
-def test_a_row_is_its_documents_one_by_one(tree: Path, corpus: Corpus, tmp_path: Path) -> None:
+def test_row_equals_its_documents(tree: Path, corpus: Corpus, tmp_path: Path) -> None:
     """By torchtitan's model and the masks that it makes of positions, after two steps."""
     layout = Layout(name="one by one", steps=2)
     log = run(tree, layout, corpus, tmp_path / "run", HOST_ONE_BY_ONE="1")
@@ -148,7 +148,7 @@ def test_a_row_is_its_documents_one_by_one(tree: Path, corpus: Corpus, tmp_path:
 @pytest.mark.parametrize(
     ("ranks", "micro_batch"), [(1, 1), (2, 2)], ids=["DP 1", "DP 2, micro batch 2"]
 )
-def test_validation_without_steps_is_the_documents_one_by_one(
+def test_validation_loss_equals_that_of_single_documents(
     ranks: int, micro_batch: int, tree: Path, corpus: Corpus, tmp_path: Path
 ) -> None:
     """Every document once, of which none is cut; the last rows are empty."""
@@ -164,7 +164,7 @@ def test_validation_without_steps_is_the_documents_one_by_one(
     matrix.evaluated(HOST, tree, name, folder, corpus, **told)
 
 
-def test_a_run_resumes_with_other_ranks_and_micro_batches(
+def test_run_resumes_on_other_ranks_and_micro_batches(
     tree: Path, corpus: Corpus, tmp_path: Path
 ) -> None:
     """Two ranks to step 2, then one rank with micro batches of 3 from its checkpoint."""
@@ -188,10 +188,10 @@ def test_a_run_resumes_with_other_ranks_and_micro_batches(
         ("window", "attention windows"),
     ],
 )
-def test_what_is_wrong_on_purpose_is_refused(
+def test_injected_faults_are_refused(
     wrong: str, said: str, tree: Path, corpus: Corpus, tmp_path: Path
 ) -> None:
-    """Between the loader and the model; a window is refused at start."""
+    """Faults between the loader and the model; a window is refused at start."""
     layout = Layout(name="wrong", data="program.json" if wrong == "window" else "web.json")
     around = environment(tree, layout, corpus, tmp_path) | {"HOST_SABOTAGE": wrong}
     is_refused(command(tree, layout, corpus), tmp_path, around, said)

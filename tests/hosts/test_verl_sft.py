@@ -95,7 +95,7 @@ def test_verl_trains_on_the_schedule_with_the_losses_of_the_documents(
     ],
     ids=lambda value: None if isinstance(value, str) else next(iter(value)),
 )
-def test_verl_stops_where_rows_would_be_trained_wrongly(
+def test_verl_refuses_wrong_rows(
     changed: dict[str, Any], message: str, chats: Chats, tmp_path: Path
 ) -> None:
     with pytest.raises(AssertionError, match=re.escape(message)):

@@ -27,7 +27,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, port: int, *args: A
 
 
 def run_forked(function: Callable[..., Any], *args: Any) -> Any:
-    """``function(*args)`` in a process of its own, without a process group."""
+    """Run ``function(*args)`` in a new process without a process group."""
     return _run(function, 1, None, args, joined=False)[0]
 
 

@@ -36,9 +36,7 @@ BATCHES = [[0, 1, 2, 3], [6, 7, 8, 9], [150, 20, 20, 3], [11], *([i, i + 1] for 
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_loaders_give_the_rows_stacked_whatever_their_workers(
-    rows: RowDataset, workers: int
-) -> None:
+def test_loaders_stack_rows_with_any_number_of_workers(rows: RowDataset, workers: int) -> None:
     loader = DataLoader(rows, batch_sampler=BATCHES, num_workers=workers)
     batches = list(loader)  # all are held: none is filled again behind its holder's back
     assert len(batches) == len(BATCHES)
@@ -48,7 +46,7 @@ def test_loaders_give_the_rows_stacked_whatever_their_workers(
             assert torch.equal(value, torch.stack([rows[i][key] for i in numbers])), key
 
 
-def test_rows_that_are_no_whole_micro_batch_are_stacked(rows: RowDataset) -> None:
+def test_rows_of_different_micro_batches_are_stacked(rows: RowDataset) -> None:
     first, second, third = rows.__getitems__([4, 5, 6])
     assert torch.equal(first["tokens"], rows[4]["tokens"]) and dict(first).keys() == rows[4].keys()
     for chosen in ([third, first], [first, rows.__getitems__([9])[0]], [second, third]):
@@ -57,7 +55,7 @@ def test_rows_that_are_no_whole_micro_batch_are_stacked(rows: RowDataset) -> Non
             assert torch.equal(value, torch.stack([row[key] for row in chosen])), key
 
 
-def test_rows_of_a_spawned_worker_are_gathered_from_the_dataset_that_it_was_sent(
+def test_rows_of_a_spawned_worker_are_gathered_from_the_right_dataset(
     rows: RowDataset,
 ) -> None:
     of_worker = pickle.loads(pickle.dumps(rows)).__getitems__([4, 5])[0].micro_batch
@@ -65,7 +63,7 @@ def test_rows_of_a_spawned_worker_are_gathered_from_the_dataset_that_it_was_sent
     assert torch.equal(batch["tokens"], rows.micro_batch([4, 5])["tokens"])
 
 
-def test_rows_of_a_dataset_from_another_process_are_its_own(
+def test_rows_of_a_dataset_from_another_process_are_not_mixed_up(
     rows: RowDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where a training process is spawned with a dataset, and opens another one itself."""
@@ -95,7 +93,7 @@ VIEWS: dict[str, Callable[[Buffers], Any]] = {
 
 
 @pytest.mark.parametrize("name", VIEWS)
-def test_memory_is_used_again_only_when_nobody_holds_a_view_of_it(name: str) -> None:
+def test_buffers_are_reused_only_without_views(name: str) -> None:
     pool = ReusedBuffers()
     buffers = pool.take(2, 8)
     memory = range(buffers["tokens"].data_ptr(), buffers["loss_mask"].data_ptr() + 2 * 8 * 4)
@@ -108,7 +106,7 @@ def test_memory_is_used_again_only_when_nobody_holds_a_view_of_it(name: str) -> 
     assert any(b["tokens"].data_ptr() in memory for b in held), "and then it is free"
 
 
-def test_memory_that_is_held_is_never_shared_and_little_is_kept() -> None:
+def test_buffers_in_use_are_never_shared_and_few_are_kept() -> None:
     pool = ReusedBuffers()
     held = [pool.take(2, 8)["tokens"] for _ in range(3 * ReusedBuffers.MAX_BLOCKS)]
     addresses = {tensor.data_ptr() for tensor in held}
@@ -122,7 +120,7 @@ def test_memory_that_is_held_is_never_shared_and_little_is_kept() -> None:
     assert (first == 7).all()
 
 
-def test_threads_share_a_pool() -> None:
+def test_threads_share_a_buffer_pool() -> None:
     pool = ReusedBuffers()
 
     def work(number: int) -> bool:

@@ -27,7 +27,7 @@ NAMES = sorted(DIALECTS)
 
 
 class Told(NamedTuple):
-    """What a batch in a dialect says."""
+    """Content of a batch in a dialect."""
 
     tokens: Tensor
     """int64 (tokens,), of all rows one behind the other."""
@@ -41,8 +41,8 @@ def read_back(told: dict[str, Any], dialect: Dialect) -> Told:
     """Read a batch by the rule of its host.
 
     Args:
-        told: of ``emit``, or what a host's loader made of it, on the CPU.
-        dialect: the host's.
+        told: batch of ``emit``, or of a host's loader, on the CPU.
+        dialect: dialect of the host.
     """
     text = told[dialect.tokens]
     text = text if text.dim() == 2 else text[None]  # rows one behind the other
@@ -90,7 +90,7 @@ class Piece:
     """A segment of a row."""
 
     length: int
-    cut: bool  # the document goes on behind it, with a token that is not in the row
+    cut: bool  # the document continues after it, with a token that is not in the row
     masked: bool  # it has no labels: padding, or a document that is excluded
 
 
@@ -147,7 +147,7 @@ def batches(draw: Any) -> Made:
 
 
 def expected_terms(batch: dict[str, Any], dialect: Dialect) -> dict[int, int]:
-    """{position: its target} of every loss that the host can be told."""
+    """Return {position: target} of every loss that the host can represent."""
     told: list[int] = batch["labels"].flatten().tolist()
     text, row = batch["tokens"].flatten().tolist(), batch["tokens"].shape[1]
     found = {}
@@ -165,7 +165,7 @@ def expected_terms(batch: dict[str, Any], dialect: Dialect) -> dict[int, int]:
 
 @pytest.mark.parametrize("name", NAMES)
 @given(made=batches())
-def test_dialects_are_read_back_as_the_batch(name: str, made: Made) -> None:
+def test_dialects_read_back_equal_the_batch(name: str, made: Made) -> None:
     batch, lengths = made
     dialect = DIALECTS[name]
     before = {key: torch.as_tensor(value).clone() for key, value in batch.items()}
@@ -179,9 +179,7 @@ def test_dialects_are_read_back_as_the_batch(name: str, made: Made) -> None:
 
 
 @given(made=batches(), weight=st.sampled_from([0.25, 2.0]))
-def test_weights_reach_hosts_whose_masks_are_floats_and_are_refused_by_others(
-    made: Made, weight: float
-) -> None:
+def test_loss_weights_need_a_float_mask(made: Made, weight: float) -> None:
     batch, _ = made
     batch["loss_mask"] *= weight
     for dialect in DIALECTS.values():
@@ -197,7 +195,7 @@ def test_weights_reach_hosts_whose_masks_are_floats_and_are_refused_by_others(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_dialects_tell_gathered_rows_and_windows_or_refuse_them(name: str, tmp_path: Any) -> None:
+def test_dialects_support_or_refuse_attention_windows(name: str, tmp_path: Any) -> None:
     dialect = DIALECTS[name]
     documents = make_dataset(tmp_path, [5, 9, 16, 3, 40, 1, 1, 7])
     lengths = np.array(documents.document_lengths)
@@ -216,7 +214,7 @@ def test_dialects_tell_gathered_rows_and_windows_or_refuse_them(name: str, tmp_p
         assert max(length for _, length in told.segments) <= (window or 8)
 
 
-def test_dialects_tell_aligned_segments_by_two_lists_or_refuse_them(tmp_path: Any) -> None:
+def test_dialects_support_or_refuse_aligned_segments(tmp_path: Any) -> None:
     documents = make_dataset(tmp_path, [5, 9, 3, 7])
     index = pack(np.array(documents.document_lengths), "bucket", buckets=(16,), seed=0, alignment=4)
     packed = PackedDataset(documents, index, alignment=4)

@@ -1,4 +1,4 @@
-"""Every example runs as it stands and learns: tiny models, a tiny corpus, the CPU."""
+"""Every example runs unchanged and learns: tiny models, a tiny corpus, the CPU."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ def test_the_trl_example_learns(corpus: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["planned_accelerate.py", "planned_trl.py"])
-def test_an_example_of_planned_steps_learns(tmp_path: Path, name: str) -> None:
+def test_the_planned_steps_example_learns(tmp_path: Path, name: str) -> None:
     arguments = ["--method", "sft", "--output", str(tmp_path)] if "trl" in name else []
     losses = run_example(name, arguments)
     assert len(losses) == 12 and losses[-1] < 0.9 * losses[0]
 
 
-def test_the_example_of_planned_grpo_is_rewarded(tmp_path: Path) -> None:
+def test_the_planned_grpo_example_gains_reward(tmp_path: Path) -> None:
     arguments = ["--method", "grpo", "--steps", "4", "--output", str(tmp_path)]
     rewards = run_example("planned_trl.py", arguments)
     assert len(rewards) == 4 and all(0 <= reward <= 1 for reward in rewards)

@@ -1,4 +1,4 @@
-"""Evaluation that ends: every document once, and then rows without loss, whoever divides them.
+"""Finite sets: every document once, then rows without loss, for any number of ranks.
 
 The reference is the documents themselves, one by one, without an index or a row.
 """
@@ -31,7 +31,7 @@ Lengths = st.lists(st.integers(0, 70), min_size=1, max_size=25).filter(any)
 
 
 def write(folder: Path, name: str, lengths: list[int], first: int) -> IndexedDataset:
-    """Documents of these lengths in which every token has an id of its own, from ``first`` on."""
+    """Write documents of these lengths in which every token has another id, from ``first`` on."""
     with IndexedDatasetBuilder(folder / name, np.int32, overwrite=True) as builder:
         for length in lengths:
             builder.add_document(np.arange(first, first + length))
@@ -128,7 +128,7 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> list[IndexedDataset]:
 
 
 @pytest.mark.parametrize(("ranks", "micro_batch", "blocks"), [(1, 1, 5), (4, 3, 1)])
-def test_finite_loss_of_all_ranks_is_that_of_the_documents_one_by_one(
+def test_finite_loss_of_all_ranks_equals_that_of_single_documents(
     short: list[IndexedDataset], ranks: int, micro_batch: int, blocks: int
 ) -> None:
     model = tiny_model(3000)
@@ -154,7 +154,7 @@ def test_finite_loss_of_all_ranks_is_that_of_the_documents_one_by_one(
     mix=st.sampled_from([{}, {"mix": "micro_step", "micro_step_tokens": 64}]),
     dealing=st.sampled_from(["balanced", "in_order"]),
 )
-def test_finite_schedule_deals_every_sample_once_to_any_ranks(
+def test_finite_schedule_assigns_every_sample_once_on_any_ranks(
     lengths: list[int], ranks: int, mix: dict[str, Any], dealing: Any
 ) -> None:
     """Also through the sampler of a training loop, whose last micro batches hold fewer samples."""

@@ -37,7 +37,7 @@ def recipe(**changes: Any) -> Recipe:
 LENGTHS = [5, 40, 16, 3, 9, 30]
 
 
-def test_index_is_built_once_and_mapped_when_it_is_opened_again(tmp_path: Path) -> None:
+def test_index_is_built_once_and_mapped_later(tmp_path: Path) -> None:
     dataset = make_dataset(tmp_path, LENGTHS)
     first = cached_index(dataset, recipe(), tmp_path / "cache")
     [path] = (tmp_path / "cache").iterdir()
@@ -61,23 +61,23 @@ def test_index_is_built_once_and_mapped_when_it_is_opened_again(tmp_path: Path) 
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_recipe_names_another_file_by_every_field(change: dict[str, Any]) -> None:
+def test_every_field_of_a_recipe_changes_the_file_name(change: dict[str, Any]) -> None:
     assert replace(recipe(), **change).digest("f") != recipe().digest("f")
     assert recipe().digest("g") != recipe().digest("f")
 
 
-def test_recipe_with_defaults_written_out_is_the_same() -> None:
+def test_recipe_with_explicit_defaults_is_the_same() -> None:
     written_out = recipe(parameters={"promote": "auto"})
     assert written_out.digest("f") == recipe().digest("f")
 
 
-def test_index_of_documents_written_anew_is_another(tmp_path: Path) -> None:
+def test_rewritten_documents_get_another_index(tmp_path: Path) -> None:
     for lengths, files in ((LENGTHS, 1), (LENGTHS, 1), ([*LENGTHS[:-1], 31], 2)):
         cached_index(make_dataset(tmp_path, lengths), recipe(), tmp_path / "cache")
         assert len(list((tmp_path / "cache").iterdir())) == files
 
 
-def test_index_of_a_range_holds_its_documents_under_their_own_numbers(tmp_path: Path) -> None:
+def test_index_of_a_range_keeps_document_numbers(tmp_path: Path) -> None:
     dataset = make_dataset(tmp_path, LENGTHS)
     train = build_index(dataset, recipe(end=4))
     valid = build_index(dataset, recipe(begin=4))
@@ -91,7 +91,7 @@ def test_index_of_a_range_holds_its_documents_under_their_own_numbers(tmp_path: 
     align=st.sampled_from([2, 4, 8]),
     strategy=st.sampled_from(["bucket", "bucket_naive", "concat"]),
 )
-def test_index_with_alignment_holds_every_token_once_with_room_for_every_segment(
+def test_aligned_index_holds_every_token_once(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], align: int, strategy: str
 ) -> None:
     dataset = make_dataset(tmp_path_factory.mktemp("aligned"), lengths)
@@ -110,7 +110,7 @@ def test_index_with_alignment_holds_every_token_once_with_room_for_every_segment
     assert index.metrics()["num_tokens"] == sum(lengths)
 
 
-def test_align_names_the_capacity_it_does_not_divide(tmp_path: Path) -> None:
+def test_unaligned_capacity_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="bucket 18 is not a multiple of align 4"):
         build_index(make_dataset(tmp_path, LENGTHS), recipe(buckets=(16, 18), align=4))
 
@@ -126,7 +126,7 @@ def _open_in_rank(
         original(dataset, what, path)
 
     index_cache._build_and_save = counting
-    # Two nodes of two: with node_local each has a directory of its own.
+    # Two nodes of two ranks; with node_local each node has its own directory.
     cache = Path(folder) / (f"node{rank // 2}" if node_local else "shared")
     dataset = IndexedDataset(Path(folder) / "text")
     index = cached_index(dataset, recipe(), cache, node_local=node_local)
@@ -135,7 +135,7 @@ def _open_in_rank(
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("node_local", [False, True], ids=["shared", "node_local"])
-def test_index_is_built_by_one_process_of_the_storage_and_seen_by_all(
+def test_one_process_builds_the_index_for_all(
     tmp_path: Path, free_port: int, node_local: bool
 ) -> None:
     make_dataset(tmp_path, LENGTHS)
@@ -143,14 +143,12 @@ def test_index_is_built_by_one_process_of_the_storage_and_seen_by_all(
     assert len({fingerprint for fingerprint, _, _ in answers}) == 1
     builders = [rank for rank, (_, _, built) in enumerate(answers) if built]
     if node_local:
-        assert sorted(rank // 2 for rank in builders) == [0, 1], "one of each node, whoever came"
+        assert sorted(rank // 2 for rank in builders) == [0, 1], "one of each node"
     else:
         assert builders == [0]
 
 
-def test_rank_that_waits_in_vain_says_for_what(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_timeout_names_the_missing_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index_cache, "is_first_rank", lambda: False)
     monkeypatch.setattr(index_cache, "BUILD_TIMEOUT", 0.1)
     with pytest.raises(ConfigError, match=r"rank 0 builds it.*node_local"):
@@ -158,7 +156,7 @@ def test_rank_that_waits_in_vain_says_for_what(
     assert not (tmp_path / "cache").exists()
 
 
-def test_build_that_fails_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_build_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device")
 
@@ -168,7 +166,7 @@ def test_build_that_fails_leaves_no_file(tmp_path: Path, monkeypatch: pytest.Mon
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_index_command_builds_what_a_run_then_finds(
+def test_index_command_builds_the_index_of_a_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dataset = make_dataset(tmp_path, LENGTHS * 20)

@@ -1,4 +1,4 @@
-"""What a host's data path means."""
+"""Manifests of a host's data path."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_manifest_of_a_prefix_has_defaults() -> None:
 
 
 @pytest.mark.parametrize("suffix", ["json", "yaml"])
-def test_manifest_file_has_prefixes_relative_to_it(tmp_path: Path, suffix: str) -> None:
+def test_manifest_file_resolves_relative_prefixes(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"mix.{suffix}"
     path.write_text(
         '{"sources": [{"prefix": "a", "weight": 3}, {"prefix": "/b", "weight": 1, "labels": "c"}],'
@@ -29,7 +29,7 @@ def test_manifest_file_has_prefixes_relative_to_it(tmp_path: Path, suffix: str) 
     assert manifest.cache_directory == str(tmp_path / "cache")
 
 
-def test_manifest_as_text_makes_the_round_trip_through_a_data_path() -> None:
+def test_manifest_as_text_makes_the_round_trip() -> None:
     manifest = Manifest.of_blend(["a", "b", "off"], [0.7, 0.3, 0.0])
     assert [source.prefix for source in manifest.sources] == ["a", "b"]
     assert Manifest.read(manifest.to_json()) == manifest
@@ -47,7 +47,7 @@ def test_manifest_as_text_makes_the_round_trip_through_a_data_path() -> None:
         ('{"sources": ', "not valid JSON"),
     ],
 )
-def test_manifest_that_is_wrong_names_its_fault(text: str, message: str) -> None:
+def test_invalid_manifest_names_its_fault(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Manifest.read(text)
 

@@ -30,7 +30,7 @@ ROWS = [make_row([3, 5, 8], 1, 17), make_row([16], 100, 17)]
 
 
 @given(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=6), min_size=1, max_size=4))
-def test_flattening_keeps_every_segment_and_drops_the_fill(rows: list[list[int]]) -> None:
+def test_flattening_keeps_segments_and_drops_padding_entries(rows: list[list[int]]) -> None:
     longest = max(sum(row) for row in rows)
     rows = [[*row, longest - sum(row)] if sum(row) < longest else row for row in rows]
     flat = flatten_rows(default_collate([make_row(row, 1, longest + 1) for row in rows]))
@@ -43,7 +43,7 @@ def test_flattening_keeps_every_segment_and_drops_the_fill(rows: list[list[int]]
     assert restarts.tolist() == flat["cu_seqlens"][:-1].tolist()
 
 
-def test_packed_parameters_refuse_what_kernels_would_misread() -> None:
+def test_packed_parameters_refuse_wrong_shapes_and_dtypes() -> None:
     cu_seqlens = torch.tensor([[0, 3, 8]], dtype=torch.int32)
     params = to_packed_seq_params(cu_seqlens, torch.tensor(5))
     assert params.qkv_format == "thd"
@@ -57,10 +57,10 @@ def test_packed_parameters_refuse_what_kernels_would_misread() -> None:
         to_packed_seq_params(cu_seqlens, 5, torch.tensor([0, 8], dtype=torch.int32))
 
 
-def test_mamba_layers_are_told_the_segments_where_megatron_has_a_place_for_it(
+def test_mamba_layers_get_segments_from_0_17_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """megatron-core 0.16 has none; from 0.17 on ``total_tokens`` is what seq_idx is made of."""
+    """megatron-core 0.16 has none; from 0.17 on it derives seq_idx from ``total_tokens``."""
     monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 0)
     for name in ("pipeline_model", "context"):
         monkeypatch.setattr(parallel_state, f"get_{name}_parallel_world_size", lambda: 1)
@@ -82,9 +82,7 @@ def test_mamba_layers_are_told_the_segments_where_megatron_has_a_place_for_it(
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.sampled_from([1, 2, 4]))
-def test_context_parallel_ranks_share_a_row_without_overlap_and_with_equal_causal_work(
-    units: list[int], cp_size: int
-) -> None:
+def test_context_parallel_ranks_split_a_row_into_equal_work(units: list[int], cp_size: int) -> None:
     lengths = [2 * cp_size * unit for unit in units]
     cu_seqlens = np.array([0, *np.cumsum(lengths)], np.int32)
     indices = [context_parallel_indices(cu_seqlens, cp_size, rank) for rank in range(cp_size)]
@@ -94,7 +92,7 @@ def test_context_parallel_ranks_share_a_row_without_overlap_and_with_equal_causa
     assert max(work) == min(work), "early and late chunks must balance exactly"
 
 
-def test_context_parallelism_names_the_segment_it_cannot_divide() -> None:
+def test_context_parallelism_names_an_indivisible_segment() -> None:
     with pytest.raises(ValueError, match=r"6 tokens .* align=4"):
         context_parallel_indices(np.array([0, 4, 10], np.int32), 2, 0)
 
@@ -162,7 +160,7 @@ def _context_parallel_batch(rank: int, world_size: int, row: dict[str, Tensor]) 
 
 
 @pytest.mark.multiprocess
-def test_context_parallel_ranks_hold_the_row_between_them(free_port: int) -> None:
+def test_context_parallel_ranks_together_hold_the_row(free_port: int) -> None:
     row = aligned_row([3, 8, 5], 4)
     answers = run_ranks(_context_parallel_batch, 2, free_port, row)
     whole = torch.stack([row[key].long() for key in KEYS])

@@ -32,7 +32,7 @@ def test_help_shows_a_command_and_every_status(capsys: pytest.CaptureFixture[str
         ([__file__], "cannot be imported"),
     ],
 )
-def test_a_wrong_command_line_is_status_2(
+def test_wrong_command_lines_exit_with_status_2(
     arguments: list[str], words: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """megatron-core alone is installed here, without Megatron-LM's scripts."""
@@ -41,7 +41,7 @@ def test_a_wrong_command_line_is_status_2(
     assert left.value.code == 2 and words in capfd.readouterr().err
 
 
-def test_sizes_left_out_are_1_and_default_to_those_of_the_flags() -> None:
+def test_omitted_sizes_are_1_or_those_of_the_flags() -> None:
     assert check._world("8x2") == RankLayout(data=8, tensor=2, pipeline=1, context=1)
     flags = ["--pipeline-model-parallel-size", "4", "--lr", "1e-3", "--tensor", "7"]
     assert check._default_world(flags) == RankLayout(data=2, tensor=1, pipeline=4, context=1)
@@ -68,10 +68,10 @@ STAGES = RankLayout(data=1, tensor=1, pipeline=2, context=1)
         (TWO, report(4), "different numbers of micro batches"),
     ],
 )
-def test_ranks_that_disagree_are_named(
+def test_disagreeing_ranks_are_reported(
     world: RankLayout, second: RankReport, problem: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is yielded makes the exit status 1."""
+    """Every message makes the exit status 1."""
     problems = list(check._report(world, [report(4, 8), second]))
     assert [problem in found for found in problems] == ([] if problem is None else [True])
     assert capsys.readouterr().out.count("one bucket per 2") == 1

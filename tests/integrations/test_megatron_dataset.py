@@ -87,7 +87,7 @@ def batch_sizes(micro_batch: int = 1, ranks: int = 1, rampup: Any = None) -> Ite
         calculator.destroy_num_microbatches_calculator()
 
 
-def test_a_row_is_what_the_packed_sequence_path_reads(corpus: Path, tmp_path: Path) -> None:
+def test_row_has_the_keys_of_the_packed_sequence_path(corpus: Path, tmp_path: Path) -> None:
     train, valid, test = build(config(str(corpus / "web.json"), tmp_path), [400, 16, 0])
     assert (len(train), len(valid), test) == (400, 16, None)
     for number in range(0, 400, 7):
@@ -111,15 +111,13 @@ def test_a_row_is_what_the_packed_sequence_path_reads(corpus: Path, tmp_path: Pa
     assert batch["max_seqlen"].shape == (4,) and batch["max_seqlen"].dtype == torch.int32
 
 
-def test_the_row_that_fills_a_batch_has_no_loss(corpus: Path, tmp_path: Path) -> None:
+def test_padding_row_has_no_loss(corpus: Path, tmp_path: Path) -> None:
     train, _, _ = build(config(str(corpus / "web.json"), tmp_path), [16, 0, 0])
     assert float(train[None]["loss_mask"].sum()) == 0.0
     assert float(train[0]["loss_mask"].sum()) > 0.0
 
 
-def test_one_epoch_without_a_size_and_splits_without_common_documents(
-    corpus: Path, tmp_path: Path
-) -> None:
+def test_default_is_one_epoch_and_splits_are_disjoint(corpus: Path, tmp_path: Path) -> None:
     train, valid, _ = build(config(str(corpus / "web.json"), tmp_path), [None, None, 0])
     indices = [part.rows.packed.samples.indices[0] for part in (train, valid)]
     documents = [set(index.segment_document.tolist()) for index in indices]
@@ -132,10 +130,8 @@ def test_one_epoch_without_a_size_and_splits_without_common_documents(
     assert sorted(samples) == list(range(indices[1].num_samples)), "each once, in validation"
 
 
-def test_validation_has_the_documents_that_the_stock_dataset_validates_on(
-    corpus: Path, tmp_path: Path
-) -> None:
-    """So models of both can be compared on one text, whatever --split says."""
+def test_validation_split_equals_that_of_the_stock_dataset(corpus: Path, tmp_path: Path) -> None:
+    """So models of both can be compared on one text for any --split."""
     for split in ("90,10,0", "70,17,13"):
         settings, sizes = config(str(corpus / "web"), split=split), [40, 20, 0]
         stock = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, settings).build()
@@ -153,7 +149,7 @@ def test_both_sources_are_split_alike(corpus: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("weights", [[0.7, 0.3], None])
-def test_a_weighted_data_path_is_blended_inside(
+def test_weighted_data_path_becomes_one_blend(
     corpus: Path, tmp_path: Path, weights: list[float] | None
 ) -> None:
     paths = [str(corpus / "web"), str(corpus / "code")]
@@ -166,7 +162,7 @@ def test_a_weighted_data_path_is_blended_inside(
     assert settings.blend == (paths, weights), "the caller's configuration is left alone"
 
 
-def test_a_blend_on_top_of_the_rows_is_refused(corpus: Path, tmp_path: Path) -> None:
+def test_blend_on_top_of_rows_is_refused(corpus: Path, tmp_path: Path) -> None:
     paths = [str(corpus / "web.json"), str(corpus / "mix.json")]
     with pytest.raises(ConfigError, match="different buckets on different ranks"):
         build(config(paths, tmp_path, blend=(paths, [0.5, 0.5])), [80, 0, 0])
@@ -182,7 +178,7 @@ def test_separate_paths_for_each_split(corpus: Path, tmp_path: Path) -> None:
     assert test is None
 
 
-def test_the_block_is_the_global_batch_or_what_a_ramp_up_shares(
+def test_block_is_the_global_batch_or_the_divisor_of_a_ramp_up(
     corpus: Path, tmp_path: Path
 ) -> None:
     for rampup, expected in ((None, 8), ([2, 2, 100], 2), ([4, 4, 100], 4)):
@@ -192,7 +188,7 @@ def test_the_block_is_the_global_batch_or_what_a_ramp_up_shares(
         assert train.rows.options.cu_seqlens == "exact", "one row per micro batch"
 
 
-def test_blocks_that_micro_steps_would_straddle_are_refused(corpus: Path, tmp_path: Path) -> None:
+def test_blocks_must_be_multiples_of_a_micro_step(corpus: Path, tmp_path: Path) -> None:
     sources = [{"prefix": str(corpus / "web")}]
     odd = json.dumps({"sources": sources, "buckets": [64], "rows_per_block": 2})
     refused = pytest.raises(ConfigError, match=r"rows_per_block is 2.*multiple of 4")
@@ -202,7 +198,7 @@ def test_blocks_that_micro_steps_would_straddle_are_refused(corpus: Path, tmp_pa
         build(config(str(corpus / "web"), tmp_path), [16, 0, 0])
 
 
-def test_context_parallelism_aligns_segments_by_itself(corpus: Path, tmp_path: Path) -> None:
+def test_context_parallelism_aligns_segments(corpus: Path, tmp_path: Path) -> None:
     settings = config(str(corpus / "web.json"), tmp_path, context_parallel_size=2)
     train, _, _ = build(settings, [40, 0, 0])
     for number in range(40):
@@ -210,7 +206,7 @@ def test_context_parallelism_aligns_segments_by_itself(corpus: Path, tmp_path: P
         assert bool((padded % 4 == 0).all()) and int(padded.max()) == ROW
 
 
-def test_context_parallelism_that_cuts_whole_rows_is_refused() -> None:
+def test_context_parallelism_over_whole_rows_is_refused() -> None:
     """Megatron's RoPE and attention would take parts of a row for parts of its segments."""
     settings = SimpleNamespace(context_parallel_size=2, inter_document_masking=True)
     with pytest.raises(ConfigError, match=r"splits whole rows.*by --sft"):
@@ -230,7 +226,7 @@ def test_the_dataset_identity_follows_its_path(corpus: Path, tmp_path: Path) -> 
 def _build_and_read(
     rank: int, world_size: int, data_path: str, cache: str, sizes: list[int]
 ) -> tuple[list[str], list[list[int]]]:
-    """What rank r of a data-parallel group reads in 10 micro steps of 2 rows, and its buckets."""
+    """Return the rows that rank r reads in 10 micro steps of 2 rows, and their buckets."""
     parallel_state.initialize_model_parallel()
     with batch_sizes(2, world_size):
         train, _, _ = build(config(data_path, Path(cache)), sizes)
@@ -258,13 +254,13 @@ def test_all_ranks_read_one_bucket_in_every_micro_step(
 
 
 @pytest.mark.parametrize(("before", "after"), [((1, 8), (2, 2)), ((4, 2), (1, 1))], ids=str)
-def test_a_resume_with_other_ranks_reads_on_where_the_run_stopped(
+def test_resume_on_other_ranks_continues_at_the_same_row(
     corpus: Path, tmp_path: Path, before: tuple[int, int], after: tuple[int, int]
 ) -> None:
     settings = config(str(corpus / "web.json"), tmp_path)
     whole, _, _ = build(settings, [200, 0, 0])
     reference = [whole[i]["tokens"].tolist() for i in range(200)]
-    assert len({str(row) for row in reference}) > 190, "rows can be told apart"
+    assert len({str(row) for row in reference}) > 190, "rows are distinguishable"
     consumed = 5 * GLOBAL_BATCH
     read: list[list[int]] = []
     for (mbs, dp), begin, end in ((before, 0, consumed), (after, consumed, 200)):

@@ -1,6 +1,6 @@
-"""What changes from release to release: names, signatures, flags, batch sizes of evaluation.
+"""Differences between releases: names, signatures, flags, batch sizes of evaluation.
 
-Megatron-LM's own code is no part of the megatron-core package. ``script`` stands for the one
+The megatron-core package does not contain Megatron-LM's own code. ``script`` stands for the one
 function of it that is called here, ``get_args()``; tests/hosts asks the real ones.
 """
 
@@ -54,7 +54,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Script:
         ("install", ("attention", "batch", "storage")),
     ],
 )
-def test_one_part_is_imported_without_the_others(
+def test_each_part_imports_alone(
     part: str, others: tuple[str, ...], zygote: Zygote, tmp_path: Path
 ) -> None:
     package = "megapack.integrations.hosts.megatron"
@@ -67,7 +67,7 @@ def test_one_part_is_imported_without_the_others(
     assert said.splitlines()[-1] == "[]"
 
 
-def test_all_stages_build_the_dataset_whatever_the_release_asks_with(
+def test_all_stages_build_the_dataset_in_every_release(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for rank in (0, 1):
@@ -78,7 +78,7 @@ def test_all_stages_build_the_dataset_whatever_the_release_asks_with(
             assert swap._is_dataset_built_on_rank(**called_with) == (rank == 0)
 
 
-def test_a_name_that_a_host_no_longer_has_is_named_with_its_release() -> None:
+def test_missing_host_name_is_reported_with_the_release() -> None:
     host = ModuleType("megatron.core.datasets.gpt_dataset")
     host.Kept = 1  # type: ignore[attr-defined]
     rebinding = Rebinding("megatron-core 9.1")
@@ -88,7 +88,7 @@ def test_a_name_that_a_host_no_longer_has_is_named_with_its_release() -> None:
     assert host.Kept == 1 and not rebinding, "what was replaced before is given back"
 
 
-def test_our_get_batch_is_refused_where_scripts_unpack_another_tuple(
+def test_own_get_batch_is_refused_from_0_18_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(swap, "version", lambda: (0, 19))
@@ -97,7 +97,7 @@ def test_our_get_batch_is_refused_where_scripts_unpack_another_tuple(
 
 
 @pytest.mark.parametrize(("release", "refused"), [((0, 16), True), ((0, 17), False)])
-def test_hybrid_models_are_refused_where_mamba_layers_cannot_be_told_segments(
+def test_hybrid_models_are_refused_before_0_17(
     release: tuple[int, int], refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(swap, "version", lambda: release)
@@ -118,7 +118,7 @@ def test_hybrid_models_are_refused_where_mamba_layers_cannot_be_told_segments(
 
 @pytest.fixture
 def web(tmp_path: Path) -> GPTDatasetConfig:
-    """Of a run on a corpus of its own."""
+    """Return the options of a run on a new corpus."""
     make_dataset(tmp_path, [20, 40, 7, 64, 100, 30] * 40, "web")
     return config(str(tmp_path / "web"), tmp_path / "cache")
 
@@ -145,14 +145,14 @@ def test_evaluation_has_its_own_batch_sizes_and_blocks(
         build(web, [16, 16, 0])
 
 
-def test_a_release_without_sizes_of_its_own_evaluates_with_those_of_training(
+def test_evaluation_sizes_default_to_those_of_training(
     script: Script,
 ) -> None:
     script()
     assert batch_sizes(evaluation=True) == batch_sizes() is not None
 
 
-def test_the_cache_is_prepared_without_a_run(
+def test_cache_can_be_prepared_without_a_run(
     script: Script, web: GPTDatasetConfig, tmp_path: Path
 ) -> None:
     """tools/prepare_cache.py parses a run's arguments and starts no micro batch calculator."""
@@ -189,7 +189,7 @@ PIPELINE, MASKING = "pipeline_model_parallel_size", {"dataloader_inter_document_
         (20, MASKING, None),
     ],
 )
-def test_flags_under_which_rows_would_be_misread_are_refused(
+def test_flags_that_misread_rows_are_refused(
     release: int,
     flags: dict[str, Any],
     message: str | None,
@@ -204,7 +204,7 @@ def test_flags_under_which_rows_would_be_misread_are_refused(
     dataset._check_flags(script(), boundaries=False)
 
 
-def test_losses_per_micro_batch_are_said(
+def test_losses_per_micro_batch_are_reported(
     script: Script, first_rank: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for told in (True, False):
@@ -212,7 +212,7 @@ def test_losses_per_micro_batch_are_said(
         assert ("without --calculate-per-token-loss" in capsys.readouterr().out) != told
 
 
-def test_one_row_per_micro_batch_is_asked_for_where_the_release_takes_no_more(
+def test_0_18_requires_one_row_per_micro_batch(
     script: Script, web: GPTDatasetConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dataset, "version", lambda: (0, 18))

@@ -28,7 +28,7 @@ def installed() -> Iterator[None]:
     uninstall()
 
 
-def test_installing_twice_and_uninstalling_leaves_megatron_as_it_was(installed: None) -> None:
+def test_install_twice_and_uninstall_restores_megatron(installed: None) -> None:
     install()
     assert gpt_dataset.GPTDataset is PackedGPTDataset
     builder = blended_megatron_dataset_builder.BlendedMegatronDatasetBuilder
@@ -39,7 +39,7 @@ def test_installing_twice_and_uninstalling_leaves_megatron_as_it_was(installed: 
     assert issubclass(gpt_dataset.MockGPTDataset, gpt_dataset.GPTDataset)
 
 
-def test_only_releases_with_a_broken_path_get_our_get_batch() -> None:
+def test_only_broken_releases_get_our_get_batch() -> None:
     broken = {
         v
         for v in ("0.16.1", "0.17.1", "0.18.2", "0.19.0", "0.20.0rc1")
@@ -50,7 +50,7 @@ def test_only_releases_with_a_broken_path_get_our_get_batch() -> None:
         install(own_get_batch="maybe")  # type: ignore[arg-type]
 
 
-def test_a_script_without_get_batch_is_told_what_to_do() -> None:
+def test_script_without_get_batch_gets_a_remedy() -> None:
     pretrain = _with_own_get_batch(lambda *args: None)
     with pytest.raises(ConfigError, match="no function of a module with a get_batch"):
         pretrain(lambda: None, "model")

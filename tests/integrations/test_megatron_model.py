@@ -78,7 +78,7 @@ def _packed_against_single(rank: int, world_size: int) -> list[tuple[float, floa
 
 
 def _errors(position_embedding: str, changes: dict[str, Any]) -> tuple[float, float]:
-    """Of the loss, and of the gradient that is worst."""
+    """Return the error of the loss, and the largest error of a gradient."""
     row = make_row(LENGTHS)
     batch = default_collate([{**row, "labels": (row["labels"] * 7) % VOCABULARY}])
     gpt = model(position_embedding, **changes)
@@ -133,7 +133,7 @@ def _plain_rows(rank: int, world_size: int) -> float:
 
 
 @pytest.mark.multiprocess
-def test_rows_without_boundaries_are_plain_causal_rows(free_port: int) -> None:
+def test_rows_without_boundaries_have_plain_causal_attention(free_port: int) -> None:
     assert run_ranks(_plain_rows, 1, free_port)[0] < 1e-6
 
 
@@ -146,7 +146,7 @@ def test_rows_without_boundaries_are_plain_causal_rows(free_port: int) -> None:
         ({}, {"softmax_type": "learnable"}, "softmax_type is 'learnable'"),
     ],
 )
-def test_the_attention_refuses_what_it_cannot_do(
+def test_attention_refuses_unsupported_options(
     options: dict[str, Any], changes: dict[str, Any], message: str
 ) -> None:
     arguments = {"layer_number": 1, "attn_mask_type": None, "attention_type": "self", **options}
@@ -163,7 +163,7 @@ LOST = {
 
 
 def _called_on(rank: int, world_size: int) -> list[str]:
-    """What a loop that is nobody's script is told, when it calls a model on rows."""
+    """A custom loop calls a model on rows and gets the refusal."""
     parallel_state.initialize_model_parallel()
     gpt, row = model("rope"), flatten_rows(default_collate([make_row(LENGTHS)]))
     inputs, said = (row["tokens"], row["position_ids"], None), []
@@ -180,7 +180,7 @@ def _called_on(rank: int, world_size: int) -> list[str]:
         with mock.patch("torch.cuda.current_device", lambda: "cpu"):
             try:
                 gpt(*inputs, labels=row["labels"], packed_seq_params=params)
-                # Seen once; then, as in generation, nobody looks any more.
+                # After one right call the watch ends, as generation has no boundaries.
                 assert "__call__" not in vars(LanguageModule)
                 said.append("called")
             except ConfigError as error:
@@ -189,7 +189,7 @@ def _called_on(rank: int, world_size: int) -> list[str]:
 
 
 @pytest.mark.multiprocess
-def test_boundaries_that_do_not_arrive_are_refused_at_the_first_call(free_port: int) -> None:
+def test_lost_boundaries_are_refused_at_the_first_call(free_port: int) -> None:
     [found] = run_ranks(_called_on, 1, free_port)
     for said, expected in zip(found, LOST.values(), strict=True):
         assert re.search(expected, said)

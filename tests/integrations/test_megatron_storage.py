@@ -61,7 +61,7 @@ def add(builder: Any, content: Documents, modes: bool) -> None:
 @given(
     content=documents, dtype=st.sampled_from([np.uint16, np.int32, np.int64]), modes=st.booleans()
 )
-def test_both_builders_write_the_same_bytes_and_both_readers_read_them(
+def test_builders_write_the_same_bytes_and_readers_agree(
     tmp_path_factory: pytest.TempPathFactory, content: Documents, dtype: Any, modes: bool
 ) -> None:
     folder = tmp_path_factory.mktemp("pair")
@@ -109,7 +109,7 @@ def assert_same_item(ours: Any, theirs: Any) -> None:
     np.testing.assert_array_equal(ours, theirs)
 
 
-def test_numbers_as_strings_and_negative_labels_are_stored_as_megatron_stores_them(
+def test_strings_and_negative_ids_are_stored_as_in_megatron(
     tmp_path: Path,
 ) -> None:
     def fill(builder: Any) -> None:
@@ -147,7 +147,7 @@ def test_the_builder_shows_what_was_added_so_far(tmp_path: Path) -> None:
 @pytest.mark.parametrize("chunk_size", [1, 2, 100])
 @pytest.mark.parametrize("eod_token", [None, 9])
 @pytest.mark.parametrize("modes", [None, [0, 4, 1, 2]])
-def test_many_documents_at_once_are_megatrons_documents_one_by_one(
+def test_add_documents_equals_adding_them_one_by_one(
     tmp_path: Path, chunk_size: int, eod_token: int | None, modes: list[int] | None
 ) -> None:
     documents = [[1, 2, 3], [], [4], [5, 6]]
@@ -163,7 +163,7 @@ def test_many_documents_at_once_are_megatrons_documents_one_by_one(
     assert_same_files(tmp_path, fill, modes=modes is not None)
 
 
-def test_many_documents_with_fewer_modes_are_refused(tmp_path: Path) -> None:
+def test_add_documents_needs_a_mode_per_document(tmp_path: Path) -> None:
     builder = IndexedDatasetBuilder(f"{tmp_path}/short.bin", np.uint16, multimodal=True)
     with pytest.raises(DataError, match="3 documents have 2 modes"):
         builder.add_documents([[1, 2], [3], [4]], modes=[1, 0])
@@ -181,7 +181,7 @@ def test_merging_reads_what_megatron_wrote(tmp_path: Path) -> None:
     assert_same_files(tmp_path, fill)
 
 
-def test_what_megatron_lets_pass_silently_is_an_error_here(tmp_path: Path) -> None:
+def test_input_that_megatron_accepts_silently_is_an_error(tmp_path: Path) -> None:
     builder = IndexedDatasetBuilder(str(tmp_path / "a.bin"), dtype=np.uint16)
     with pytest.raises(DataError, match="70000"):
         builder.add_item(torch.tensor([1, 70000]))

@@ -125,7 +125,7 @@ def test_steps_hold_every_document_of_an_epoch_once_under_the_cap(num_ranks: int
     assert orders[0] != orders[1], "another order in every epoch"
 
 
-def test_steps_refuse_a_document_that_no_rank_holds() -> None:
+def test_steps_refuse_a_document_longer_than_a_rank_holds() -> None:
     given = [{"input_ids": [2] * n} for n in (3, 9)]
     with pytest.raises(ConfigError, match="document 1 has 9 tokens, and a rank holds 1 to max_tok"):
         PlannedSteps(given, documents_per_step=2, max_tokens_per_rank=8)
@@ -200,7 +200,7 @@ def test_accelerate_has_the_gradients_of_the_padded_batch(
 
 
 def _given(model: Any, **more: Any) -> dict[str, Any]:
-    """What TRL's trainers are given beside their arguments."""
+    """Return further arguments of TRL's trainers."""
     return {"model": model, "processing_class": tokenizer(), **more}
 
 
@@ -265,7 +265,7 @@ def test_sft_trainer_resumes_with_other_ranks_and_steps_of_few_documents(
         ({"loss_type": "dft"}, "loss_type is 'dft': planned steps compute the loss"),
     ],
 )
-def test_sft_trainer_refuses_what_would_count_twice(
+def test_sft_trainer_refuses_options_that_count_twice(
     tmp_path: Path, config: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -349,7 +349,7 @@ def test_grpo_trainer_has_the_step_of_the_padded_batch(
         ({"top_entropy_quantile": 0.5}, "top_entropy_quantile is 0.5: it needs all completions"),
     ],
 )
-def test_grpo_trainer_refuses_what_looks_at_a_micro_batch_as_a_whole(
+def test_grpo_trainer_refuses_options_that_need_a_whole_micro_batch(
     tmp_path: Path, config: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

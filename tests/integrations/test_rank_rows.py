@@ -43,7 +43,7 @@ def ranks_of(
 
 
 def taken(ranks: list[RankRows], num_micro_steps: int | None = None) -> list[list[Tensor]]:
-    """Of every micro step the tokens of each rank."""
+    """Return the tokens of each rank in every micro step."""
     iterators = [iter(rank) for rank in ranks]
     found = []
     while num_micro_steps is None or len(found) < num_micro_steps:
@@ -70,7 +70,7 @@ def test_steps_hold_the_same_rows_for_any_ranks_micro_batches_and_workers(
         assert len({rows.bucket_of(i) for i in numbers}) == 1
 
 
-def test_a_state_goes_on_with_other_ranks_and_is_the_same_on_all(corpus: IndexedDataset) -> None:
+def test_state_resumes_on_other_ranks_and_is_equal_on_all(corpus: IndexedDataset) -> None:
     rows = rows_of(corpus)
     ranks = ranks_of(rows, 2, 3)
     before = taken(ranks, 4)  # two blocks
@@ -84,7 +84,7 @@ def test_a_state_goes_on_with_other_ranks_and_is_the_same_on_all(corpus: Indexed
     assert torch.equal(tokens, rows.micro_batch(range(NUM_BLOCKS * BLOCK))["tokens"])
 
 
-def test_a_state_in_the_midst_of_a_step_goes_on_where_its_micro_steps_fit(
+def test_state_inside_a_step_resumes_if_micro_steps_fit(
     corpus: IndexedDataset,
 ) -> None:
     rows = rows_of(corpus)
@@ -98,7 +98,7 @@ def test_a_state_in_the_midst_of_a_step_goes_on_where_its_micro_steps_fit(
         other.load_state_dict(first.state_dict())
 
 
-def test_a_state_of_other_rows_is_refused(corpus: IndexedDataset) -> None:
+def test_state_of_other_rows_is_refused(corpus: IndexedDataset) -> None:
     (first,) = ranks_of(rows_of(corpus), 1, 3)
     taken([first], 1)
     (other,) = ranks_of(rows_of(corpus, seed=8), 1, 3)
@@ -106,7 +106,7 @@ def test_a_state_of_other_rows_is_refused(corpus: IndexedDataset) -> None:
         other.load_state_dict(first.state_dict())
 
 
-def test_a_block_that_has_begun_is_past_and_stages_may_change_what_comes_behind_it(
+def test_stages_may_change_only_blocks_that_have_not_begun(
     corpus: IndexedDataset, caplog: pytest.LogCaptureFixture
 ) -> None:
     (first,) = ranks_of(rows_of(corpus), 1, 3)
@@ -126,7 +126,7 @@ def test_sizes_that_do_not_divide_a_step_are_refused(corpus: IndexedDataset) -> 
         ranks_of(rows_of(corpus), 5, 1)
 
 
-def test_attention_windows_are_refused_or_told(corpus: IndexedDataset) -> None:
+def test_attention_windows_are_refused_or_passed_on(corpus: IndexedDataset) -> None:
     windowed = rows_of(corpus, attention_window=8)
     for dialect in (TORCHTITAN, TORCHTITAN_ROWS):
         with pytest.raises(ConfigError, match=r"attention windows .*leave attention_window out"):
@@ -163,9 +163,7 @@ def probe(ranks: RankRows, model: Model, arrived: dict[str, Any]) -> None:
     ranks.probe(model, arrived, consumed_rows=0, module=model)
 
 
-def test_a_model_is_tried_on_the_first_micro_batch_and_left_as_it_was(
-    corpus: IndexedDataset, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_probe_restores_the_model(corpus: IndexedDataset, caplog: pytest.LogCaptureFixture) -> None:
     ranks, model = ranks_of(rows_of(corpus), 2, 3, TORCHTITAN)[1], Model()
     with caplog.at_level("INFO"):
         probe(ranks, model, next(iter(ranks)))
@@ -173,7 +171,7 @@ def test_a_model_is_tried_on_the_first_micro_batch_and_left_as_it_was(
     assert model.seen == 0 and model.training
 
 
-def test_a_model_whose_boundaries_or_labels_are_moved_is_refused(corpus: IndexedDataset) -> None:
+def test_probe_refuses_moved_boundaries_and_labels(corpus: IndexedDataset) -> None:
     ranks = ranks_of(rows_of(corpus), 1, 3, TORCHTITAN)[0]
     arrived = next(iter(ranks))
     for shift in (-1, 1):
@@ -185,7 +183,7 @@ def test_a_model_whose_boundaries_or_labels_are_moved_is_refused(corpus: Indexed
         probe(ranks, moved, arrived)
 
 
-def test_a_micro_batch_that_changed_on_its_way_is_refused(corpus: IndexedDataset) -> None:
+def test_probe_refuses_a_changed_micro_batch(corpus: IndexedDataset) -> None:
     ranks = ranks_of(rows_of(corpus), 1, 3, TORCHTITAN)[0]
     arrived = next(iter(ranks))
     arrived["labels"] = arrived["labels"].roll(1)

@@ -44,7 +44,7 @@ def rows_of(
 
 
 def blend_of(corpus: IndexedDataset, folder: Path, *shares: float, **more: Any) -> Manifest:
-    """Of the corpus, ``web``, and another source, ``code``; as a host has it."""
+    """Write a manifest of the corpus, ``web``, and another source, ``code``."""
     if not (folder / "code.idx").exists():
         make_dataset(folder, np.random.default_rng(5).integers(5, 60, 400).tolist(), "code")
     prefixes = {"web": str(corpus.prefix), "code": str(folder / "code")}
@@ -63,10 +63,8 @@ def staged(corpus: IndexedDataset, folder: Path, *stages: Stage, **options: Any)
     return open_data_path(manifest, OPTIONS, num_rows=400, **options)
 
 
-def test_stages_count_blocks_and_leave_the_rows_before_them(
-    corpus: IndexedDataset, tmp_path: Path
-) -> None:
-    """A host that resumes at row 80 with more stages than before goes on from where it was."""
+def test_stages_count_blocks_and_keep_earlier_rows(corpus: IndexedDataset, tmp_path: Path) -> None:
+    """A host that resumes at row 80 with more stages continues from there."""
     (tmp_path / "gone.txt").write_text("\n".join(map(str, range(1, 900, 2))))
     join = Stage(from_step=10, weights={"web": 1, "code": 1})
     masked = Stage(from_step=20, skip_steps=3, exclude={"web": str(tmp_path / "gone.txt")})
@@ -103,8 +101,8 @@ def test_rows_for_validation_have_no_stages(corpus: IndexedDataset, tmp_path: Pa
 
 
 def test_rows_keep_groups_of_documents_together(corpus: IndexedDataset, tmp_path: Path) -> None:
-    """A host is told fewer boundaries, its positions run on and its labels cross documents: those
-    of the samples with attention ``group``."""
+    """With attention ``group`` rows have fewer boundaries, positions that continue, and labels that
+    cross documents."""
     lengths, path = corpus.document_lengths, tmp_path / "g.samples"
     index = pack(lengths, buckets=[16, 32, 64], groups=np.arange(len(lengths)) // 4)
     index.save(path, source=corpus)
@@ -128,13 +126,13 @@ def test_rows_keep_groups_of_documents_together(corpus: IndexedDataset, tmp_path
 @pytest.mark.parametrize(
     "change", [{"tokens_per_step": 64}, {"mix": "micro_step", "micro_step_tokens": 64}]
 )
-def test_stage_that_changes_what_the_host_decides_is_refused(change: dict[str, Any]) -> None:
+def test_stage_options_of_the_host_are_refused(change: dict[str, Any]) -> None:
     names = ", ".join(change)
     with pytest.raises(ConfigError, match=f"from step 5 has {names}, which the host decides"):
         Manifest(sources=(Source(prefix="x"),), stages=(Stage(from_step=5, **change),))
 
 
-def test_attention_window_cuts_boundaries_and_changes_nothing_else(corpus: IndexedDataset) -> None:
+def test_attention_window_changes_only_boundaries(corpus: IndexedDataset) -> None:
     """From the block on at which a stage has one, and not in the rows of an evaluation."""
     staged = {"stages": (Stage(from_step=2, attention_window=12),)}
     whole, cut = rows_of(corpus), rows_of(corpus, manifest=staged)
@@ -205,7 +203,7 @@ def test_rows_hold_whole_samples_with_labels_and_positions_inside_documents(
     assert seen.sum() - len(seen) < 3 * OPTIONS.rows_per_block * ROW
 
 
-def test_rows_do_not_depend_on_how_many_are_asked_for_or_in_which_order(
+def test_rows_do_not_depend_on_number_or_order_of_requests(
     corpus: IndexedDataset,
 ) -> None:
     few, many = rows_of(corpus, num_rows=40), rows_of(corpus, num_rows=4000)
@@ -229,7 +227,7 @@ def test_block_of_rows_is_a_step_of_the_schedule_that_other_trainers_run(
         assert sorted(np.concatenate(mine)) == sorted(schedule.step(step).sample_ids)
 
 
-def test_boundaries_that_are_exact_end_with_the_row(corpus: IndexedDataset) -> None:
+def test_exact_boundaries_end_with_the_row(corpus: IndexedDataset) -> None:
     rows = rows_of(corpus, replace(OPTIONS, cu_seqlens="exact"))
     padded = rows_of(corpus)
     for number in range(20):
@@ -238,7 +236,7 @@ def test_boundaries_that_are_exact_end_with_the_row(corpus: IndexedDataset) -> N
         assert torch.equal(padded[number]["cu_seqlens"].unique_consecutive(), exact)
 
 
-def test_segments_that_are_aligned_start_at_multiples_and_count_both_ways(
+def test_aligned_segments_start_at_multiples(
     corpus: IndexedDataset,
 ) -> None:
     rows = rows_of(corpus, replace(OPTIONS, align=4, cu_seqlens="exact"))
@@ -253,7 +251,7 @@ def test_segments_that_are_aligned_start_at_multiples_and_count_both_ways(
         assert set(padded[:-1].tolist()) <= set(restarts.tolist())
 
 
-def test_dealing_evens_out_the_work_of_rows_and_puts_the_heaviest_first() -> None:
+def test_assignment_balances_the_work_of_rows() -> None:
     rng = np.random.default_rng(1)
     costs = np.sort(rng.integers(1, 1000, 96))
     ids = np.arange(96) + 500
@@ -299,7 +297,7 @@ def test_split_parts_share_no_document(corpus: IndexedDataset, tmp_path: Path) -
         ({"order": "random"}, {}, "order is 'random'"),
     ],
 )
-def test_options_that_cannot_be_are_refused(
+def test_impossible_options_are_refused(
     corpus: IndexedDataset, manifest: dict[str, Any], options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -350,9 +348,7 @@ def test_loss_weights_of_tokens_are_refused_by_name(corpus: IndexedDataset, tmp_
         open_data_path(manifest, OPTIONS)
 
 
-def test_labels_of_every_source_of_a_blend_are_its_own(
-    corpus: IndexedDataset, tmp_path: Path
-) -> None:
+def test_every_source_of_a_blend_has_its_own_labels(corpus: IndexedDataset, tmp_path: Path) -> None:
     with IndexedDatasetBuilder(tmp_path / "none", np.int32, allow_negative=True) as builder:
         for length in corpus.document_lengths.tolist():
             builder.add_document(np.full(length, -100, np.int32))

@@ -18,7 +18,7 @@ from tests.integrations.samples import make_row
 
 
 def host_broadcast_data(keys: Any, data: Any, datatype: torch.dtype) -> dict[str, Tensor]:
-    """What both hosts' broadcast_data does on one tensor-parallel rank."""
+    """Do what both hosts' broadcast_data does on one tensor-parallel rank."""
     for key in keys:
         assert data[key].dtype == datatype, key
     return {key: data[key].clone() for key in keys}
@@ -52,7 +52,7 @@ def in_flight() -> Iterator[segments.CurrentBatch]:
     segments.clear()
 
 
-def test_broadcast_brings_the_boundaries_of_all_rows(in_flight: segments.CurrentBatch) -> None:
+def test_broadcast_sends_the_boundaries_of_all_rows(in_flight: segments.CurrentBatch) -> None:
     assert in_flight.cu_seqlens.dtype == torch.int32
     assert in_flight.cu_seqlens.tolist() == [0, 3, 8, 16, 32]
     assert in_flight.max_seqlen == 16
@@ -66,7 +66,7 @@ def test_broadcasts_of_other_keys_pass_unchanged() -> None:
     assert segments.current() is None
 
 
-def test_batch_whose_boundaries_no_attention_asked_for_is_an_error(
+def test_boundaries_that_no_attention_used_are_an_error(
     in_flight: segments.CurrentBatch,
 ) -> None:
     """As where a host bound flash-attn's name before it was wrapped, or computes without it."""
@@ -80,7 +80,7 @@ def test_batch_whose_boundaries_no_attention_asked_for_is_an_error(
     broadcast(["text"], collated(ROWS), torch.int64)
 
 
-def test_batch_without_labels_is_an_error_and_not_a_nan() -> None:
+def test_batch_without_labels_is_an_error() -> None:
     batch = collated(ROWS)
     batch[segments.MASK] *= 0
     with pytest.raises(ConfigError, match="a micro batch has no label"):
@@ -101,7 +101,7 @@ def test_masks_are_multiplied_and_positions_restart(in_flight: segments.CurrentB
 
 
 @pytest.mark.parametrize("causal_varlen", [False, True], ids=["flash_attn", "flash_attn_varlen"])
-def test_flash_attention_of_a_row_is_that_of_its_documents(
+def test_flash_attention_of_a_row_equals_that_of_its_documents(
     in_flight: segments.CurrentBatch, causal_varlen: bool
 ) -> None:
     torch.manual_seed(0)
@@ -127,7 +127,7 @@ def test_flash_attention_of_a_row_is_that_of_its_documents(
     )
 
 
-def test_attention_over_anything_else_is_refused_until_the_batch_is_forgotten(
+def test_attention_over_other_tokens_is_refused_until_clear(
     in_flight: segments.CurrentBatch,
 ) -> None:
     attend = segments.wrap_flash_attn_func(flash_attn_func, flash_attn_varlen_func)

@@ -1,7 +1,7 @@
 """GPT-NeoX and Megatron-DeepSpeed: batches, refusals, and losses of documents, not of rows.
 
-The hosts are restated (see hosts/README.md) and run in a process of their own, since both are
-called ``megatron``.
+The hosts are restated (see hosts/README.md) and run in separate processes, since both are called
+``megatron``.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def test_text_and_label_shift_into_tokens_and_labels(
 
 
 @pytest.mark.parametrize("fim", [None, FIM])
-def test_text_without_labels_has_a_mask_that_covers_what_the_shift_gets_wrong(
+def test_text_without_labels_masks_labels_that_the_shift_gets_wrong(
     corpus: IndexedDataset, fim: FimConfig | None
 ) -> None:
     rows = text_rows(manifest(corpus.prefix, fim=fim), 64)
@@ -104,7 +104,7 @@ def test_text_without_labels_has_a_mask_that_covers_what_the_shift_gets_wrong(
     assert 32 < wrong < 128, "only segments that end inside their document lose their last label"
 
 
-def test_attention_window_needs_a_host_that_is_handed_boundaries(corpus: IndexedDataset) -> None:
+def test_attention_window_needs_varlen(corpus: IndexedDataset) -> None:
     cut = replace(manifest(corpus.prefix), attention_window=8)
     with pytest.raises(ConfigError, match=r"windows \[8\], and the host's attention treats a row"):
         text_rows(cut, 8, varlen=False)
@@ -112,9 +112,7 @@ def test_attention_window_needs_a_host_that_is_handed_boundaries(corpus: Indexed
     assert all(int(rows[i][SIDE_KEYS[0]].diff().max()) <= 8 for i in range(8))
 
 
-def test_segments_that_are_aligned_are_refused_by_the_name_of_the_host(
-    corpus: IndexedDataset, tmp_path: Path
-) -> None:
+def test_aligned_segments_are_refused(corpus: IndexedDataset, tmp_path: Path) -> None:
     aligned = json.dumps({"sources": [{"prefix": corpus.prefix}], "buckets": [64], "align": 4})
     train, _, _ = build_train_valid_test_datasets(
         *(aligned, "mmap", "1", [8, 0, 0], ROW, 1, True),
@@ -126,9 +124,7 @@ def test_segments_that_are_aligned_are_refused_by_the_name_of_the_host(
         train[0]
 
 
-def test_labels_that_are_chosen_mask_what_is_not_to_be_learned(
-    corpus: IndexedDataset, tmp_path: Path
-) -> None:
+def test_given_labels_set_the_mask(corpus: IndexedDataset, tmp_path: Path) -> None:
     with IndexedDatasetBuilder(tmp_path / "labels", np.int32, allow_negative=True) as builder:
         for number in range(len(corpus)):
             tokens = corpus[number].astype(np.int64)
@@ -143,7 +139,7 @@ def test_labels_that_are_chosen_mask_what_is_not_to_be_learned(
     assert 0.4 < kept < 0.55
 
 
-def test_whole_sets_have_every_token_once_as_often_as_they_are_offered(
+def test_finite_sets_have_every_token_once_per_repetition(
     corpus: IndexedDataset,
 ) -> None:
     large, small = (
@@ -161,7 +157,7 @@ def test_whole_sets_have_every_token_once_as_often_as_they_are_offered(
         small[len(small)]
 
 
-def test_whole_sets_without_a_loss_mask_are_refused() -> None:
+def test_finite_sets_without_a_loss_mask_are_refused() -> None:
     for host in (gpt_neox, megatron_deepspeed):
         with pytest.raises(ConfigError, match="full_validation is True and varlen is False"):
             host.install(varlen=False, full_validation=True)
@@ -189,7 +185,7 @@ def test_evaluation_loss_is_the_mean_over_all_labels() -> None:
     assert mean(losses[0], masks[0]) == losses[0][:120].mean(), "in training nothing is weighed"
 
 
-def test_neox_weighs_losses_once_however_often_it_builds_loaders(
+def test_neox_wraps_losses_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     losses, mask = torch.arange(128.0), (torch.arange(128) < 80).float()
@@ -211,13 +207,11 @@ def test_neox_weighs_losses_once_however_often_it_builds_loaders(
         ("100", [(0.0, 1.0), (1.0, 1.0), (1.0, 1.0)]),
     ],
 )
-def test_splits_are_read_as_the_hosts_read_them(
-    text: str, bounds: list[tuple[float, float]]
-) -> None:
+def test_splits_are_parsed_as_in_the_hosts(text: str, bounds: list[tuple[float, float]]) -> None:
     assert np.allclose(split_bounds(text), bounds)
 
 
-def test_paths_splits_and_batch_sizes_that_mean_nothing_are_refused() -> None:
+def test_invalid_paths_splits_and_batch_sizes_are_refused() -> None:
     for text in ("0,0", "a,b", "-1,2"):
         with pytest.raises(ConfigError, match="split is"):
             split_bounds(text)

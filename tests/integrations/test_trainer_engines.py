@@ -93,7 +93,7 @@ def one_rank(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[li
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("engine", ENGINES)
-def test_two_ranks_stopped_and_resumed_train_as_one_does(
+def test_two_resumed_ranks_train_like_one(
     folder: Path, one_rank: tuple[list[float], Any], tmp_path: Path, engine: str
 ) -> None:
     def run(steps: int) -> Any:
@@ -114,7 +114,7 @@ def test_two_ranks_stopped_and_resumed_train_as_one_does(
 
 
 @pytest.mark.parametrize("name", ["dispatch_batches", "split_batches"])
-def test_loaders_that_deal_micro_batches_a_second_time_are_refused(
+def test_loaders_that_shard_a_second_time_are_refused(
     folder: Path, tmp_path: Path, name: str
 ) -> None:
     trainer = _trainer(1, str(folder), str(tmp_path), accelerator_config={name: True})
@@ -133,7 +133,7 @@ def _cut_by_accelerate(rank: int, world_size: int, folder: str, out: str) -> str
 
 
 @pytest.mark.multiprocess
-def test_rows_that_accelerate_would_cut_are_refused(folder: Path, tmp_path: Path) -> None:
+def test_context_parallelism_of_accelerate_is_refused(folder: Path, tmp_path: Path) -> None:
     for answer in run_ranks(_cut_by_accelerate, 2, free_port(), str(folder), str(tmp_path)):
         assert "the context parallel size is 2: micro batches go to" in answer
 

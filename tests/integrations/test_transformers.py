@@ -65,7 +65,7 @@ def micro_batches(folder: Path, **options: Any) -> MicroBatches:
     return MicroBatches(dataset, schedule, micro_batch_tokens=MICRO, **options)
 
 
-def test_stages_of_other_steps_are_refused_and_stages_of_the_same_are_taken(folder: Path) -> None:
+def test_stages_must_keep_the_tokens_per_step(folder: Path) -> None:
     def staged(**change: Any) -> MicroBatches:
         stages = [Stage(from_step=2, **change)]
         dataset = PackedDataset(folder / "text", folder / "text.samples", stages=stages)
@@ -132,7 +132,7 @@ def arguments(folder: Path, **changes: Any) -> TrainingArguments:
     return TrainingArguments(**{**options, **changes})
 
 
-def test_inputs_have_the_names_of_flash_attention_and_one_meaning_of_labels(folder: Path) -> None:
+def test_inputs_have_the_names_of_flash_attention(folder: Path) -> None:
     batches = micro_batches(folder)
     for number in range(len(batches)):
         inputs = batches[number]
@@ -141,7 +141,7 @@ def test_inputs_have_the_names_of_flash_attention_and_one_meaning_of_labels(fold
         assert cu_seqlens.dtype == torch.int32 and int(cu_seqlens[-1]) == MICRO
         assert cu_seqlens is inputs["cu_seq_lens_k"]
         assert inputs["max_length_q"] == inputs["max_length_k"] == int(cu_seqlens.diff().max())
-        # A model that shifts by itself gets the same labels, but for a row's last position.
+        # A model that shifts labels gets the same ones, except at a row's last position.
         shifted = inputs["labels"][:, 1:]
         assert torch.equal(shifted, inputs["shift_labels"][:, :-1])
         has_label = inputs["labels"] >= 0
@@ -215,10 +215,10 @@ def divided(outputs: Any, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_losses_that_shift_labels_themselves_are_means_over_the_labels_they_are_told(
+def test_losses_that_shift_labels_are_means_over_the_visible_labels(
     folder: Path, tmp_path: Path, smoothing: float
 ) -> None:
-    """A compute_loss_func and label smoothing; the label behind a row's end cannot be told."""
+    """A compute_loss_func and label smoothing; they cannot see the label after a row's end."""
     trainer = PackedTrainer(
         model=tiny_llama(),
         args=arguments(tmp_path, max_steps=1, label_smoothing_factor=smoothing),
@@ -246,8 +246,8 @@ def test_losses_that_shift_labels_themselves_are_means_over_the_labels_they_are_
 
 
 @pytest.mark.parametrize("sft", [False, True])
-def test_a_trainer_step_takes_loss_weights(folder: Path, tmp_path: Path, sft: bool) -> None:
-    """Of sources and tokens, as a mean of sequences; the loss of documents one by one."""
+def test_trainer_step_uses_loss_weights(folder: Path, tmp_path: Path, sft: bool) -> None:
+    """Weights of sources and tokens, or a mean of sequences; the loss of single documents."""
     documents = IndexedDataset(folder / "text")
     random = np.random.default_rng(0)
     with IndexedDatasetBuilder(tmp_path / "w", np.float16) as builder:
@@ -338,7 +338,7 @@ def tiny_mixtral() -> Any:
 
 
 def balanced_step(model: Any, batches: MicroBatches, learning_rate: float) -> None:
-    """One SGD step, the balance by transformers' own function over tokens that are no padding."""
+    """One SGD step, the balance by transformers' own function over tokens except padding."""
     items = [batches[number] for number in range(batches.num_micro_steps)]
     count = sum(int((item["shift_labels"] >= 0).sum()) for item in items)
     model.zero_grad()
@@ -417,9 +417,7 @@ def _train_in_rank(rank: int, world_size: int, folder: str, out: str, steps: int
 
 
 @pytest.mark.multiprocess
-def test_a_run_goes_on_with_other_ranks_as_if_nothing_had_happened(
-    folder: Path, tmp_path: Path, free_port: int
-) -> None:
+def test_run_resumes_exactly_on_other_ranks(folder: Path, tmp_path: Path, free_port: int) -> None:
     [undisturbed] = run_ranks(_train_in_rank, 1, free_port, str(folder), str(tmp_path / "a"), 4)
     [begun] = run_ranks(_train_in_rank, 1, free_port, str(folder), str(tmp_path / "b"), 2)
     resumed = run_ranks(_train_in_rank, 2, free_port, str(folder), str(tmp_path / "b"), 4)[0]
@@ -428,7 +426,7 @@ def test_a_run_goes_on_with_other_ranks_as_if_nothing_had_happened(
     np.testing.assert_allclose(resumed, undisturbed, rtol=1e-4)
 
 
-def test_run_goes_on_with_its_own_schedule_alone(folder: Path, tmp_path: Path) -> None:
+def test_run_resumes_only_with_its_own_schedule(folder: Path, tmp_path: Path) -> None:
     """Also where Trainer restores callbacks; and a checkpoint that has no schedule is taken."""
 
     def train(seed: int, steps: int, *, resume: bool = True, **changes: Any) -> PackedTrainer:
@@ -453,10 +451,10 @@ def test_run_goes_on_with_its_own_schedule_alone(folder: Path, tmp_path: Path) -
     path.write_text(json.dumps(state))
     trainer = train(1, 4)
     trainer.train_dataset = micro_batches(folder)
-    assert trainer.train().global_step == 4  # a run of its own
+    assert trainer.train().global_step == 4  # a separate run
 
 
-def test_another_model_or_argument_is_not_resumed(folder: Path, tmp_path: Path) -> None:
+def test_changed_model_or_argument_is_refused_at_resume(folder: Path, tmp_path: Path) -> None:
     def train(steps: int, allow: tuple[str, ...] = (), act: str = "silu", **changes: Any) -> None:
         model = tiny_llama()
         model.config.hidden_act = act
@@ -475,7 +473,7 @@ def test_another_model_or_argument_is_not_resumed(folder: Path, tmp_path: Path) 
     train(2, ("args.weight_decay",), weight_decay=0.5, logging_steps=7)
 
 
-def test_wrong_numbers_are_corrected_in_the_message(
+def test_wrong_numbers_are_refused_with_the_right_ones(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def loader(**changes: Any) -> Any:
@@ -519,10 +517,10 @@ def test_evaluation_without_a_label_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_evaluation_is_the_loss_of_the_documents_one_by_one(
+def test_evaluation_loss_equals_that_of_single_documents(
     folder: Path, tmp_path: Path, ranks: int, free_port: int
 ) -> None:
-    """Those of a sample that the packer cut, segment by segment; some ranks end without a label."""
+    """A cut sample is evaluated segment by segment; some ranks end without a label."""
     found = run_ranks(evaluated, ranks, free_port, str(folder), str(tmp_path))
     dataset, model = micro_batches(folder).dataset, tiny_llama().eval()
     total, labels = 0.0, 0
@@ -594,7 +592,7 @@ def _vocabulary() -> Any:
     return Tokenizer(WordLevel({"[PAD]": 0, "[UNK]": 1}, unk_token="[UNK]"))
 
 
-def test_an_accelerate_loop_takes_the_loader_as_it_is(folder: Path) -> None:
+def test_accelerate_loop_keeps_the_loader(folder: Path) -> None:
     accelerator = Accelerator(cpu=True)
     batches = micro_batches(folder)
     loader = build_loader(

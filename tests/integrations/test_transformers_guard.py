@@ -1,4 +1,4 @@
-"""What a model cannot do right on packed rows is refused before the first step."""
+"""Refusals before the first step of models that train packed rows wrongly."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def batches(tmp_path_factory: pytest.TempPathFactory) -> MicroBatches:
 
 
 @pytest.mark.parametrize("implementation", ["eager", "megapack"])
-def test_models_whose_documents_meet_are_not_trained(
+def test_models_that_mix_documents_are_refused(
     batches: MicroBatches, tmp_path: Path, implementation: str
 ) -> None:
     """Which these are says tests/attention/test_architectures.py."""
@@ -85,14 +85,14 @@ def test_models_whose_documents_meet_are_not_trained(
     ("name", "package"),
     [("bamba", "mamba_ssm"), ("falcon_h1", "mamba_ssm"), ("qwen3_next", "causal_conv1d")],
 )
-def test_recurrent_layers_are_told_segments_or_refused_with_the_package_they_lack(
+def test_recurrent_layers_get_segments_or_name_the_missing_package(
     batches: MicroBatches, name: str, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = AutoConfig.for_model(name, **{**SMALL, **ITS_OWN[name]})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with pytest.raises(ConfigError, match=f"packed sequences apart without `{package}`"):
         check_model(model, batches.dataset)
-    # In the run's own model, too; and every kernel is told the same.
+    # Also in the run's own model; every kernel gets the same segments.
     told: list[Any] = []
 
     def conv(hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
@@ -131,7 +131,7 @@ def packed_trainer(
     return PackedTrainer(model=model, args=arguments, train_dataset=batches)
 
 
-def test_boundaries_that_are_lost_on_the_way_to_the_model_are_found(
+def test_probe_finds_lost_boundaries(
     batches: MicroBatches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stock = adapter.model_inputs
@@ -151,7 +151,7 @@ def test_boundaries_that_are_lost_on_the_way_to_the_model_are_found(
 
 
 @pytest.mark.parametrize("path", ["the batch", "the loss", "the model"])
-def test_labels_that_are_shifted_once_too_often_are_found(
+def test_labels_shifted_twice_are_found(
     path: str, batches: MicroBatches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = packed_trainer(batches, tmp_path)
@@ -182,7 +182,7 @@ def test_labels_that_are_shifted_once_too_often_are_found(
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_labels_of_which_a_model_is_sure_are_found_right(
+def test_labels_of_a_sure_model_pass(
     batches: MicroBatches, tmp_path: Path, smoothing: float
 ) -> None:
     """Its own gradient there is 0, or, smoothed, lower at other labels."""
@@ -196,7 +196,7 @@ def test_labels_of_which_a_model_is_sure_are_found_right(
     assert smoothing or trained.training_loss < 1e-6
 
 
-def test_a_probed_model_trains_as_one_that_was_not(
+def test_probe_does_not_change_training(
     batches: MicroBatches, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     trained = []
@@ -251,10 +251,8 @@ def test_neftune_scales_noise_by_the_length_of_each_document(
 
 
 @pytest.mark.parametrize("labeled", [0, 1])
-def test_a_corpus_without_a_label_is_refused_and_steps_without_one_train(
-    tmp_path: Path, labeled: int
-) -> None:
-    """Documents of one token each have none; the probe is tried on a micro batch without any."""
+def test_corpus_without_labels_is_refused(tmp_path: Path, labeled: int) -> None:
+    """Documents of one token have no label; the probe runs on a micro batch without labels."""
     dataset = make_dataset(tmp_path, [1] * 512 + [64, 64] * labeled)
     data = PackedDataset(dataset, pack(dataset.document_lengths, "concat", buckets=[64]))
     schedule = Schedule(data, tokens_per_step=128)
@@ -278,7 +276,7 @@ def test_a_corpus_without_a_label_is_refused_and_steps_without_one_train(
     [{"train_sampling_strategy": "group_by_length"}, {"auto_find_batch_size": True}],
     ids=str,
 )
-def test_options_that_micro_batches_would_ignore_are_refused(
+def test_ignored_options_are_refused(
     batches: MicroBatches, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     with pytest.raises(ConfigError, match=f"{next(iter(options))} is .* Leave it out"):
@@ -286,7 +284,7 @@ def test_options_that_micro_batches_would_ignore_are_refused(
 
 
 @pytest.mark.parametrize("name", ["llama", "phi3"])
-def test_models_whose_rope_depends_on_the_row_are_not_trained(
+def test_models_with_rope_that_depends_on_the_row_are_refused(
     batches: MicroBatches, tmp_path: Path, name: str
 ) -> None:
     """A bucket of 64 tokens reaches beyond 32, and does not beyond 64."""
@@ -308,7 +306,7 @@ def test_models_whose_rope_depends_on_the_row_are_not_trained(
 
 
 def test_ids_above_the_models_vocabulary_are_refused_at_start(tmp_path: Path) -> None:
-    """They would be an IndexError inside the model, on whatever step meets the first of them."""
+    """They would be an IndexError inside the model, at the first step that has one."""
     config = AutoConfig.for_model("llama", **{**SMALL, "vocab_size": 500})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     dataset = make_dataset(tmp_path, [40, 24, 501] * 4)
@@ -322,6 +320,6 @@ def test_ids_above_the_models_vocabulary_are_refused_at_start(tmp_path: Path) ->
     check_model(model, data)
 
 
-def test_what_is_no_transformers_model_is_not_tried_and_that_is_said() -> None:
+def test_other_models_get_a_warning() -> None:
     with pytest.warns(MegapackWarning, match="Linear is not a transformers model"):
         check_model(torch.nn.Linear(2, 2))

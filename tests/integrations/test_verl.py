@@ -1,4 +1,4 @@
-"""verl's batch balancing by plan_step: laws without verl, steps with verl as it is published.
+"""verl's batch balancing by plan_step: invariants without verl, steps with the published verl.
 
 MEGAPACK_VERL names folders, as PATH does: verl 0.9.1 or a checkout, and what it imports (pip
 install --no-deps --target FOLDER verl tensordict codetiming hydra-core omegaconf pyvers cachetools
@@ -43,7 +43,7 @@ needs_verl = pytest.mark.skipif(not VERL, reason="MEGAPACK_VERL names no folder 
         (8, 8, True, 1),
     ],
 )
-def test_partitions_hold_every_sample_once_and_like_work(
+def test_partitions_hold_every_sample_once_with_equal_work(
     samples: int, parts: int, equal_size: bool, most: float
 ) -> None:
     rng = np.random.default_rng(samples)
@@ -58,7 +58,7 @@ def test_partitions_hold_every_sample_once_and_like_work(
     assert max(sums) <= most * max(sum(sums) / parts, float(costs.max()))
 
 
-def test_partitions_that_cannot_be_are_refused() -> None:
+def test_impossible_partitions_are_refused() -> None:
     with pytest.raises(ValueError, match="3 samples in 4 parts: give at least as many"):
         get_seqlen_balanced_partitions([1, 2, 3], 4, equal_size=False)
     with pytest.raises(ValueError, match="3 samples in 2 equal parts: give a multiple"):
@@ -159,7 +159,7 @@ def _micro_batches(rank: int, ranks: int) -> Any:
 
 @needs_verl
 @pytest.mark.multiprocess
-def test_verl_micro_batches_hold_their_laws_on_two_ranks(free_port: int) -> None:
+def test_verl_micro_batches_agree_on_two_ranks(free_port: int) -> None:
     for long, few in run_ranks(_micro_batches, 2, free_port):
         assert long.startswith("301 tokens stay together, and max_token_len is 300")
         assert "6 micro batches are needed, and a rank has 1 samples or groups" in few

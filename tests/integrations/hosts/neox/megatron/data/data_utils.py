@@ -1,4 +1,4 @@
-"""megatron.data.data_utils of GPT-NeoX: which datasets are asked for, and how they are read."""
+"""megatron.data.data_utils of GPT-NeoX: which datasets it builds, and how it reads them."""
 
 import torch
 
@@ -50,7 +50,7 @@ def build_train_valid_test_data_loaders(neox_args):
     counts = [n * neox_args.train_batch_size for n in (iters, neox_args.eval_iters, 0)]
     if neox_args.train_data_paths:
         paths = (neox_args.train_data_paths, neox_args.valid_data_paths, [])
-        # Each path is asked for its share and half a percent more.
+        # Each path gets its share and half a percent more.
         shares = [
             [int(count / max(1, len(p)) * 1.005) + 1 for _ in p]
             for count, p in zip(counts, paths, strict=True)
