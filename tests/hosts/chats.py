@@ -1,4 +1,4 @@
-"""Conversations for fine-tuning hosts, built with the commands of the guide (a chat template, labels,
+"""Conversations for fine-tuning hosts, built with the commands of the guide (chat template, labels,
 packed samples), and a tiny Llama on disk, so that no hub is needed.
 """
 

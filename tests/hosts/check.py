@@ -325,7 +325,7 @@ def check_evaluation(
 
 
 def check_program(found: Findings, corpus: Corpus, global_batch: int) -> None:
-    """Check the rows of program.json: two steps have a window, one has little code, two mask documents."""
+    """Check program.json: two steps have a window, one has little code, two exclude documents."""
     steps: list[dict[str, Any]] = [{"documents": set(), "longest": 0} for _ in range(4)]
     for number, row in found.rows.items():
         step = steps[number // global_batch]

@@ -1,8 +1,8 @@
 """A real Megatron-Bridge checkout: its configuration, its data path and its ``pretrain``.
 
 ``MEGATRON_BRIDGE=/path MEGATRON_LM=/path/to/main make test-hosts``; in addition to Megatron-LM's
-packages it imports hydra-core, omegaconf, antlr4-python3-runtime 4.9.3 and megatron-energon (on PYTHONPATH,
-with ``pytest -p no:hydra_pytest``).
+packages it imports hydra-core, omegaconf, antlr4-python3-runtime 4.9.3 and megatron-energon (on
+PYTHONPATH, with ``pytest -p no:hydra_pytest``).
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ pytestmark = marks_of(TREES, "MEGATRON_LM", "Megatron-LM")
 def test_run_switches_to_megapack_and_back(host: Host, corpus: Corpus, tmp_path: Path) -> None:
     """GPTDataset to iteration 2, packed rows to iteration 4, GPTDataset again to iteration 5.
 
-    Weights, optimizer and the count of samples continue; the count is a position in megapack's order
-    of rows, which so begins at row 24.
+    Weights, optimizer and the count of samples continue; the count is a position in megapack's
+    order of rows, which so begins at row 24.
     """
     helpers = compile_helpers(host.tree, tmp_path)
     checkpoint = str(tmp_path / "checkpoint")
