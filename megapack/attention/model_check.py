@@ -174,8 +174,7 @@ def _check_thresholds(configuration: Any, tiny: Any, run: _Run) -> None:
     raise ConfigError(
         f"architecture {configuration.model_type!r}: a document has other logits next to one "
         f"longer than {fields} than alone, and documents or their padding have {reach} positions. "
-        "Pack into buckets of at most so many tokens, or choose a rope_type that is the same at "
-        "any length, such as yarn."
+        "Pack into buckets of at most so many tokens, or choose a rope_type such as yarn."
     )
 
 

@@ -351,7 +351,6 @@ def _check_changes(
                 f"{'what comes after it' if same else 'another document'}: it changed by "
                 f"{float(change.difference[i]):.3g} where at most {rounding:.3g} is rounding, and "
                 f"{int(leaked.sum())} tokens do so. The boundaries of the batch do not reach the "
-                "attention unchanged: check the attention backend, and the code between the batch "
-                "and the model"
+                "attention unchanged: check the attention backend and the code before it"
             )
     return largest

@@ -24,8 +24,7 @@ from pydantic import BaseModel
 
 from megapack.errors import ConfigError
 from megapack.integrations.host import check_options
-from megapack.integrations.hosts.transformers import MicroBatches, PackedTrainerMixin
-from megapack.integrations.hosts.transformers_resume import bare_model
+from megapack.integrations.hosts.transformers import MicroBatches, PackedTrainerMixin, bare_model
 from megapack.integrations.rows.dataset import RowOptions
 from megapack.integrations.rows.open_rows import open_data_path
 
@@ -112,8 +111,7 @@ def _micro_batches(cfg: Any, key: str) -> MicroBatches:
     """Return the micro batches of ``datasets`` or ``test_datasets``; the trainer sets the rank."""
     if len(cfg[key]) != 1:
         raise ConfigError(
-            f"{key} has {len(cfg[key])} entries; give one: several datasets are the sources of a "
-            "manifest"
+            f"{key} has {len(cfg[key])} entries; give one, perhaps a manifest of several sources"
         )
     finite = key != "datasets"
     options = RowOptions(

@@ -218,7 +218,8 @@ def blendable(stock: Callable[..., Any]) -> Callable[..., Any]:
 def install(*, varlen: bool = True, full_validation: bool = False) -> None:
     """Replace NeoX's functions; call it before ``megatron.training`` is imported.
 
-    ConfigError: not GPT-NeoX, an imported training module, or full_validation without varlen.
+    Raises ConfigError if this is not GPT-NeoX, if its training module is imported already, and for
+    full_validation without varlen.
 
     Args:
         varlen: attention, positions and loss mask per segment (needs flash attention and one
@@ -230,10 +231,7 @@ def install(*, varlen: bool = True, full_validation: bool = False) -> None:
         return
     segments.require_loss_mask(varlen=varlen, full_validation=full_validation)
     if "megatron.training" in sys.modules:
-        raise ConfigError(
-            "megatron.training is imported already and keeps the names that install() replaces; "
-            "call install() first"
-        )
+        raise ConfigError("megatron.training is imported already: call install() before its import")
     data_utils = importlib.import_module("megatron.data.data_utils")
     provider = NeoXProvider(varlen=varlen, full_validation=full_validation)
     loaders = next((n for n in LOADERS if hasattr(data_utils, n)), None)

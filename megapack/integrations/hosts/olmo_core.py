@@ -167,8 +167,7 @@ class PackedOlmoLoader(DataLoaderBase):  # type: ignore[misc]  # not installed w
             raise ConfigError(
                 "OLMo-core divides a rank's loss by its own labels, and ranks with packed rows "
                 "have different numbers of them: add PackedOlmoCallback of "
-                "megapack.integrations.hosts.olmo_core to the trainer's callbacks, which makes the "
-                "loss a mean over all labels"
+                "megapack.integrations.hosts.olmo_core to the trainer's callbacks"
             )
         return emit(self.ranks.micro_batch(0), OLMO_CORE)
 

@@ -41,8 +41,7 @@ __all__ = ["PackedDataLoader", "PackedTitanTrainer", "packed"]
 
 
 class PackedDataLoader(BaseDataLoader):  # type: ignore[misc]  # not installed where types are checked
-    """Loader of a rank's micro batches. ConfigError: sizes that do not fit; also as
-    ``open_rows``."""
+    """Loader of a rank's micro batches. Raises ConfigError as ``RankRows`` and ``open_rows``."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):  # type: ignore[misc]
@@ -204,8 +203,7 @@ def _every_loss(loss_fn: Any) -> Iterator[list[Tensor]]:
 def packed(
     config: Any, data_path: str, *, train_fraction: float = 1.0
 ) -> PackedTitanTrainer.Config:
-    """Return a torchtitan configuration with megapack's trainer and loaders; options work as
-    before.
+    """Return a torchtitan configuration with megapack's trainer and loaders.
 
     Args:
         config: a ``Trainer.Config``, from torchtitan's registries or your own. A row has
@@ -233,7 +231,6 @@ def _rows_per_step(training: Any) -> int:
     if rows < 1 or remainder:
         raise ConfigError(
             f"training.{name} is {getattr(training, name)}; it must be set, to whole rows of "
-            "training.max_context_length tokens: the content of a step must not depend on the "
-            "number of ranks"
+            "training.max_context_length tokens: steps must not depend on the number of ranks"
         )
     return int(rows)

@@ -16,6 +16,7 @@ A micro batch is one row of segments under the argument names of transformers' a
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import operator
 import warnings
@@ -29,17 +30,25 @@ from accelerate.data_loader import DataLoaderShard  # type: ignore[import-untype
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers.integrations import deepspeed
+from transformers.trainer_callback import ExportableState
 
 from megapack.attention import ATTENTION_NAME, check_architecture
 from megapack.attention.experts import LoadBalancing
 from megapack.attention.probe import probe
 from megapack.attention.transformers_interface import add_segment_numbers
-from megapack.data import Batch, PackedDataset, check_token_ids
+from megapack.data import Batch, PackedDataset, Schedule, check_token_ids
 from megapack.data.report import check_labels
+from megapack.data.resume import (
+    ORDER_FIELDS,
+    check_record,
+    content_digests,
+    flatten,
+    model_record,
+    tokenizer_digest,
+)
 from megapack.errors import ConfigError, MegapackWarning
 from megapack.integrations.dialects import IGNORED
 from megapack.integrations.host import check_options
-from megapack.integrations.hosts.transformers_resume import ScheduleOfRun, bare_model
 from megapack.integrations.rows.rank_rows import MicroBatches, model_inputs
 
 __all__ = ["MicroBatches", "PackedTrainer", "PackedTrainerMixin", "check_model", "model_inputs"]
@@ -140,6 +149,93 @@ def parallel_sizes(trainer: Any, reason: str) -> dict[str, tuple[Any, Any, str]]
     }
 
 
+# ---- Resume: the state of a run in trainer_state.json, and its comparison
+# {"saved": {"step": 3, "seed": 0, ...}, "saved_record": {"args.learning_rate": 0.001, ...}}
+
+# Prefixes of TrainingArguments that do not change a run's steps: outputs, logs, evaluation,
+# loading, and the division among ranks. A resume compares all others.
+_NO_EFFECT = (
+    *("output_dir", "overwrite_", "do_", "run_name", "report_to", "project", "trackio", "hub_"),
+    *("push_to_hub", "logging_", "log_", "disable_tqdm", "save_", "restore_", "resume_", "load_"),
+    *("metric_", "greater_", "eval_", "prediction_", "include_", "batch_eval_", "dataloader_"),
+    *("per_device_", "per_gpu_", "gradient_accumulation", "gradient_checkpointing", "max_steps"),
+    *("num_train_epochs", "ddp_", "fsdp", "deepspeed", "accelerator_config", "parallelism_config"),
+    *("local_rank", "use_cpu", "no_cuda", "torch_empty_cache", "skip_memory", "auto_find_batch"),
+    *("ignore_data_skip", "remove_unused", "length_column", "group_by_length", "train_sampling"),
+    *("past_index", "dataset_", "packing", "max_length", "jit_mode", "use_legacy", "tpu_", "debug"),
+)
+
+
+class ScheduleOfRun(transformers.TrainerCallback, ExportableState):  # type: ignore[misc]  # no stubs
+    """Save in checkpoints (trainer_state.json) what determines a run, and compare it at a resume.
+
+    Compares the samples of earlier steps, the configuration of the model with its attention and
+    dtype, the tokenizer, the bytes of the data, and the training arguments (ResumeError).
+    """
+
+    schedule: Schedule | None = None
+    record: dict[str, Any] | None = None
+    allow_change: tuple[str, ...] = ()
+    step = 0
+    saved: dict[str, Any] | None = None
+    saved_record: dict[str, Any] | None = None
+
+    def state(self) -> dict[str, Any]:
+        """Return the state for trainer_state.json; Trainer restores its attributes."""
+        saved = None if self.schedule is None else self.schedule.state_dict(self.step)
+        return {"args": {}, "attributes": {"saved": saved, "saved_record": self.record}}
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **run: Any
+    ) -> None:
+        del control
+        batches = getattr(train_dataloader, "dataset", None)
+        self.schedule, self.step = getattr(batches, "schedule", None), state.global_step
+        if self.schedule is not None and batches is not None:
+            self.record = _record(args, batches.dataset, run)
+        # A checkpoint of another trainer lacks our state: add it, so that the next one has it.
+        kept = state.stateful_callbacks.setdefault(type(self).__name__, self.state())["attributes"]
+        if self.schedule is None or not kept["saved"] or not self.step:
+            return
+        allowed_order = [name for name in self.allow_change if name in ORDER_FIELDS]
+        changes = self.schedule.check_state(kept["saved"], allowed_order)
+        if self.record is not None:
+            option = "PackedTrainer.allow_change"
+            saved, allowed = kept.get("saved_record"), self.allow_change
+            changes += check_record(self.record, saved, allowed, option=option)
+        for change in changes:
+            logger.warning("the run is changed: %s", change)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **run: Any) -> None:
+        del args, control, run
+        self.step = state.global_step
+
+
+def _record(args: Any, dataset: PackedDataset, run: Mapping[str, Any]) -> dict[str, Any]:
+    """Return everything that determines a run, except the order of its samples, as JSON. ``run``
+    are the ``model`` and ``processing_class`` of a callback."""
+    model = bare_model(getattr(run["model"], "_orig_mod", run["model"]))
+    values = {name: v for name, v in args.to_dict().items() if not name.startswith(_NO_EFFECT)}
+    record = flatten(values, "args.")
+    if isinstance(model, transformers.PreTrainedModel):
+        text = model.config.get_text_config(decoder=True)
+        record |= model_record(model.config)
+        record["model.attention"] = text._attn_implementation
+        record["model.dtype"] = str(model.dtype)
+    tokenizer = run.get("processing_class")
+    if hasattr(tokenizer, "get_vocab"):
+        record["model.tokenizer"] = tokenizer_digest(tokenizer)
+    record |= {f"data.{name}": value for name, value in dataset._options.items()}
+    record["data.content"] = content_digests(dataset)
+    resolved: dict[str, Any] = json.loads(json.dumps(record, default=str))
+    return resolved
+
+
+def bare_model(model: Any) -> Any:
+    """Return the model without PEFT's wrapper."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 class PackedTrainerMixin:
     """Mixin for ``Trainer`` and its subclasses: trains on ``MicroBatches``.
 
@@ -182,7 +278,17 @@ class PackedTrainerMixin:
                 f"max_steps={self.train_dataset.schedule.num_steps()} is one epoch "
                 "(schedule.num_steps(num_epochs))"
             )
-        _check_ignored(self.args)
+        order = "the schedule orders the samples"
+        size = "micro_batch_tokens is the size of a forward"
+        skipping = "a resumed run would train its first steps again; skipping them reads no data"
+        strategy = getattr(self.args, "train_sampling_strategy", "random")
+        grouped = None if strategy in ("random", "sequential") else strategy
+        check_options({
+            "ignore_data_skip": (self.args.ignore_data_skip, None, skipping),
+            "train_sampling_strategy": (grouped, None, order),
+            "auto_find_batch_size": (self.args.auto_find_batch_size, None, size),
+            "group_by_length": (getattr(self.args, "group_by_length", None), None, order),
+        })  # fmt: skip
         batches = self._batches_of_rank(self.train_dataset, self.args.max_steps)
         check_labels(batches.schedule, self.args.max_steps)
         self._scale_noise(batches)
@@ -381,7 +487,7 @@ class PackedTrainerMixin:
         return torch.div(labels, num_items_in_batch)
 
     def _micro_batch_divisor(self, inputs: dict[str, Any]) -> Tensor | None:
-        """Return what ``compute_loss_func`` must divide by for the mean of one micro batch."""
+        """Return the divisor of ``compute_loss_func``, if any, for the mean of a micro batch."""
         if self.compute_loss_func is None:  # type: ignore[attr-defined]
             return None
         # With average_tokens_across_devices Trainer multiplies the loss by the ranks.
@@ -446,20 +552,6 @@ class PackedTrainerMixin:
         kind = DataLoaderShard if batches.schedule.finite else DataLoader
         # batch_size 1, not None: Trainer resumes by skipping in the batch sampler.
         return rank_loader(batches, self.args, kind, batch_size=1)
-
-
-def _check_ignored(args: Any) -> None:
-    """Raise ConfigError for options of Trainer that the micro batches would ignore."""
-    order, size = "the schedule orders the samples", "micro_batch_tokens is the size of a forward"
-    skipping = "a resumed run would train its first steps again; skipping them reads no data"
-    strategy = getattr(args, "train_sampling_strategy", "random")
-    grouped = None if strategy in ("random", "sequential") else strategy
-    check_options({
-        "ignore_data_skip": (args.ignore_data_skip, None, skipping),
-        "train_sampling_strategy": (grouped, None, order),
-        "auto_find_batch_size": (args.auto_find_batch_size, None, size),
-        "group_by_length": (getattr(args, "group_by_length", None), None, order),
-    })  # fmt: skip
 
 
 def rank_loader(

@@ -179,8 +179,7 @@ class SFTRows(Dataset[dict[str, Tensor]]):
         data = config or {}
         if not isinstance(parquet_files, str):
             raise ConfigError(
-                f"data files are {parquet_files}; give one: several datasets are the sources of a "
-                "manifest"
+                f"data files are {parquet_files}; give one, perhaps a manifest of several sources"
             )
         reason = "rows have their padding already"
         check_options({"data.pad_mode": (data.get("pad_mode"), "no_padding", reason)})

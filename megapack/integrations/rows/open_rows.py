@@ -342,8 +342,7 @@ def open_rows(
     if not used:
         raise ConfigError(
             f"documents {split[0]:.4g} to {split[1]:.4g} of "
-            f"{', '.join(source.title for source in manifest.sources)} hold no tokens; change "
-            "--split"
+            f"{', '.join(s.title for s in manifest.sources)} hold no tokens; change --split"
         )
     sources, documents, indices = zip(*used, strict=True)
     window, run_tokens = (manifest.attention_window, manifest.run_tokens) if trains else (None,) * 2

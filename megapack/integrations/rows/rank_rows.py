@@ -98,9 +98,8 @@ class RankRows:
             )
         if dialect.restart and rows.packed.samples.windows:
             raise ConfigError(
-                f"the manifest has attention windows {rows.packed.samples.windows}, and "
-                f"{dialect.name} finds documents by positions that restart, which do not show "
-                "windows: leave attention_window out"
+                f"the manifest has attention windows {rows.packed.samples.windows}, and positions, "
+                f"by which {dialect.name} finds documents, hide them: leave attention_window out"
             )
 
     @property
@@ -354,8 +353,7 @@ class MicroBatches(Dataset[dict[str, Any]]):
         if weights is not None and not self.with_loss_weights:
             raise ConfigError(
                 "the run has loss weights, and this loop would take the plain mean of its labels: "
-                "train with PackedTrainer, or set with_loss_weights and sum losses times the "
-                "items' loss_weights"
+                "train with PackedTrainer, or set with_loss_weights and use the items' loss_weights"
             )
         if weights is not None:
             inputs["loss_weights"] = weights

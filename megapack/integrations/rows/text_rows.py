@@ -89,9 +89,8 @@ def wrap_broadcast_data(stock: Callable[..., Any]) -> Callable[..., Any]:
         if evaluation.counted is None and not received[MASK].any():
             raise ConfigError(
                 "a micro batch has no label (a stage excludes its documents, or they have one "
-                "token each): the host divides its loss by the number of labels, and NaN would "
-                "reach every weight; take larger micro batches, or drop those documents when "
-                "packing"
+                "token each), so the host's loss would be NaN; take larger micro batches, or drop "
+                "those documents when packing"
             )
         cu_seqlens = join_ends(received[BOUNDARIES])
         _current = CurrentBatch(

@@ -1,7 +1,7 @@
 """Varlen attention for Megatron models without Transformer Engine (``--transformer-impl local``).
 
 megatron-core's local DotProductAttention refuses packed_seq_params. ``PackedCoreAttention``
-replaces it in a layer spec and calls ``megapack.attention``: on GPUs and CPUs.
+replaces it in a layer spec and calls ``megapack.attention``, on GPUs and CPUs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megapack.integrations.host import check_options
 
 class PackedCoreAttention(MegatronModule):  # type: ignore[misc]  # megatron-core has no stubs
     """``core_attention`` of a megatron-core layer, for rows with and without boundaries.
-    ConfigError: dropout, context parallelism, cross attention, a sink."""
+    Raises ConfigError for dropout, context parallelism, cross attention and attention sinks."""
 
     def __init__(
         self,

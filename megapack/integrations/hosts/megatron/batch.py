@@ -126,8 +126,7 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None = None) 
         if data_iterator is None:
             raise ConfigError(
                 "tensor-parallel rank 0 of this pipeline stage has no data; all stages read packed "
-                "rows: build the dataset where get_tensor_model_parallel_rank() == 0 (install() "
-                "does)"
+                "rows: build the dataset where get_tensor_model_parallel_rank() is 0"
             )
         collated = next(data_iterator)
         num_rows = collated["tokens"].shape[0]

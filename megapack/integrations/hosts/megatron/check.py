@@ -110,7 +110,7 @@ def draw_rank(
     call it once: Megatron never releases its arguments and groups.
 
     Raises ConfigError for flags, a manifest or sizes that exclude each other, MegapackError or
-    OSError for data that cannot be read, and SystemExit as the script's parser.
+    OSError for data that cannot be read, and SystemExit like the script's parser.
     """
     report = RankReport()
 

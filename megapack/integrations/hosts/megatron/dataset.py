@@ -87,9 +87,8 @@ class PackedGPTDataset(GatheredRows, MegatronDataset):  # type: ignore[misc]  # 
             sizes = batch_sizes(evaluation=evaluation)
             if self.dialect is MEGATRON_BRIDGE and sizes and sizes.micro_batch_size != 1:
                 raise ConfigError(
-                    f"micro_batch_size is {sizes.micro_batch_size}; Megatron-Bridge supports "
-                    "boundaries of one row per micro batch: set it to 1, and seq_length to the "
-                    "tokens you want"
+                    f"micro_batch_size is {sizes.micro_batch_size}; Megatron-Bridge supports one "
+                    "packed row per micro batch: set it to 1, and a larger seq_length"
                 )
             self.rows = open_rows(
                 dataset.manifest,
@@ -205,9 +204,8 @@ def _cu_seqlens_format(manifest: Manifest, sizes: BatchSizes | None) -> Any:
         return "exact"
     if sizes is not None and version() == (0, 18):
         raise ConfigError(
-            f"micro_batch_size is {sizes.micro_batch_size}; packed sequences of {HOST} support one "
-            "row per micro batch: set --micro-batch-size 1 and --eval-micro-batch-size 1 (and a "
-            "larger --seq-length)"
+            f"micro_batch_size is {sizes.micro_batch_size}; {HOST} supports one packed row per "
+            "micro batch: set --micro-batch-size 1 and --eval-micro-batch-size 1"
         )
     return "padded"
 

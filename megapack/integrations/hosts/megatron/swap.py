@@ -143,17 +143,15 @@ def _with_own_get_batch(stock: Callable[..., Any]) -> Callable[..., Any]:
         if not scripts:
             raise ConfigError(
                 f"{HOST} needs megapack's get_batch, but the script passes pretrain() no function "
-                "of a module with a get_batch; import "
-                "megapack.integrations.hosts.megatron.get_batch in it and run with "
-                "--own-get-batch no"
+                "of a module with a get_batch; import get_batch of "
+                "megapack.integrations.hosts.megatron in it, and run with --own-get-batch no"
             )
         for names in scripts:
             if "MambaModel" in names:  # pretrain_mamba.py unpacks another tuple
                 if version() < (0, 17):
                     raise ConfigError(
                         f"Mamba layers of {HOST} have no seq_idx: their state would carry over "
-                        "from one document to the next in a packed row. Train hybrid models with "
-                        "0.17 or later"
+                        "to the next document of a row. Train hybrid models with 0.17 or later"
                     )
                 # Its own get_batch works in 0.17, with --sft and one row per micro batch.
                 _rebinding.replace(PackedDatasetBuilder, "needs_boundary_flag", True)
