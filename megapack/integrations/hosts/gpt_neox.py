@@ -17,7 +17,7 @@ import functools
 import importlib
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from megapack.data.blend import Source
@@ -91,14 +91,11 @@ class NeoXProvider:
     ) -> tuple[TextRowDataset | None, ...]:
         """Return train, valid and test rows of one ``data_path``; ignore other arguments."""
         del host
-        return self._build(
-            [Manifest.read(data_prefix)] * 3,
-            split_bounds(splits_string),
-            train_valid_test_num_samples,
-            train_valid_test_epochs,
-            seq_length,
-            seed,
+        manifests, rows = [Manifest.read(data_prefix)] * 3, train_valid_test_num_samples
+        splits = zip(
+            manifests, split_bounds(splits_string), rows, train_valid_test_epochs, strict=True
         )
+        return self._build(splits, seq_length, seed)
 
     def build_weighted_datasets(
         self,
@@ -112,34 +109,21 @@ class NeoXProvider:
         """Return a dataset each for train, valid and test, which blends its paths and weights."""
         del host
         self.neox_args = neox_args
-        num_rows = (train_num_samples, valid_num_samples, test_num_samples)
-        datasets = self._build(
-            [_manifest_of(neox_args, name) for name in SPLITS],
-            [(0.0, 1.0)] * 3,
-            [None if None in part else sum(int(n or 0) for n in part) for part in num_rows],
-            [_epochs(epochs_or_weights, number) for number in range(3)],
-            neox_args.seq_length,
-            neox_args.seed,
-            with_labels=True,
-        )
+        manifests = [_manifest_of(neox_args, name) for name in SPLITS]
+        samples = (train_num_samples, valid_num_samples, test_num_samples)
+        num_rows = [None if None in part else sum(int(n or 0) for n in part) for part in samples]
+        num_epochs = [_epochs(epochs_or_weights, number) for number in range(3)]
+        splits = zip(manifests, [(0.0, 1.0)] * 3, num_rows, num_epochs, strict=True)
+        datasets = self._build(splits, neox_args.seq_length, neox_args.seed, with_labels=True)
         return tuple([] if rows is None else [rows] for rows in datasets)
 
     def _build(
-        self,
-        manifests: Sequence[Manifest | None],
-        bounds: Sequence[tuple[float, float]],
-        num_rows: Sequence[int | None],
-        num_epochs: Sequence[int | None],
-        seq_length: int,
-        seed: int,
-        *,
-        with_labels: bool = False,
+        self, splits: Iterable[Any], seq_length: int, seed: int, *, with_labels: bool = False
     ) -> tuple[TextRowDataset | None, ...]:
-        """Return rows of train, valid and test, with ``label`` if a source has its own labels."""
+        """Return rows of train, valid and test, with ``label`` if a source has its own labels.
+        ``splits``: manifest or None, fractions of documents, number of rows, of epochs."""
         datasets: list[TextRowDataset | None] = []
-        for manifest, split, rows, epochs in zip(
-            manifests, bounds, num_rows, num_epochs, strict=True
-        ):
+        for manifest, split, num_rows, num_epochs in splits:
             if manifest is None:
                 datasets.append(None)
                 continue
@@ -154,8 +138,8 @@ class NeoXProvider:
                 RowOptions(sequence_length=seq_length, rows_per_block=int(block), seed=seed),
                 GPT_NEOX_LABELS if with_labels and labeled else GPT_NEOX,
                 split=split,
-                num_rows=rows,
-                num_epochs=epochs,
+                num_rows=num_rows,
+                num_epochs=num_epochs,
                 varlen=self.varlen,
                 times=1 if self.full_validation and datasets else None,
             )
