@@ -22,7 +22,7 @@ from megapack.attention.tiny_model import (
     randomize,
     tiny_configuration,
 )
-from megapack.attention.transformers_interface import tell_recurrent_layers
+from megapack.attention.transformers_interface import add_segment_numbers
 from megapack.errors import ConfigError
 
 THRESHOLD, LONGEST_POSITION = 64, 256
@@ -122,7 +122,7 @@ def error_of_row(configuration: Any, lengths: list[int]) -> float:
     randomize(reference)
     model = build(tiny, "megapack").train()
     model.load_state_dict(reference.train().state_dict())
-    tell_recurrent_layers(model)
+    add_segment_numbers(model)
     generator = torch.Generator().manual_seed(5)
     documents = [torch.randint(0, VOCABULARY - 8, (n,), generator=generator) for n in lengths]
     with torch.no_grad():

@@ -104,7 +104,7 @@ def test_megatron_dataset_at_an_address_is_pickled_for_workers(line: Line, tmp_p
 def test_invalid_addresses_are_refused_at_start(line: Line, tmp_path: Path) -> None:
     address = put_dataset(tmp_path / "docs")
     source = manifest_of(tmp_path, "blend", f'"prefix": "{address}"')
-    with pytest.raises(ConfigError, match="is an address: give cache_directory"):
+    with pytest.raises(ConfigError, match="is an address: set cache_directory"):
         megatron_rows(source)
     assert not list(Path.cwd().glob("s3:*"))
     rows = megatron_rows(source, path_to_cache=str(tmp_path / "packed"))

@@ -426,7 +426,7 @@ def test_ray_cluster_that_loses_a_node_makes_the_same_dataset(
 
     with pytest.raises(FileNotFoundError, match=rf"'gone' \(on {socket.gethostname()}\)"):
         run_shards(Missing(), [0], lambda _: None, executor="ray")
-    with monkeypatch.context() as patch, pytest.raises(MegapackError, match="was tried 1 times; "):
+    with monkeypatch.context() as patch, pytest.raises(MegapackError, match="It ran 1 times; "):
         patch.setattr(executors, "_RETRIES", 0)
         run_shards(Killed(), [0], lambda _: None, executor="ray")
     node = cluster.add_node(num_cpus=1)
