@@ -39,20 +39,20 @@ $(VENV)/.dev: $(VENV)/.train
 
 venv: $(VENV)/.dev ## the environment of the tests, in .venv
 
-build: $(VENV)/.train ## the C++ extension, in place: the files that changed
+build: $(VENV)/.train ## compile changed files of the C++ extension, in place
 	MEGAPACK_WERROR=1 $(BIN)/python setup.py --quiet build_ext --inplace
 
 demo: build ## documents -> trained model, on a laptop -> demo/demo.png
 	bash launch/demo.sh
 
-test: types pytest ## must pass before a merge: format, lint, types, and every test of the product
+test: types pytest ## format, lint, types, and every test of the product; must pass before a merge
 
 lint: style types ## format, lint and types, without tests
 
 style: $(VENV)/.dev ## only format and lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run --Werror csrc/bindings/* csrc/core/*/* tests/*/*.cpp
+	$(BIN)/clang-format --dry-run --Werror csrc/bindings/*.?pp csrc/core/*/*.?pp tests/*/*.?pp
 
 types: build $(VENV)/.dev ## only types (mypy)
 	$(BIN)/mypy
@@ -60,7 +60,7 @@ types: build $(VENV)/.dev ## only types (mypy)
 format: $(VENV)/.dev ## repair formatting
 	$(BIN)/ruff check --fix --quiet . || true
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i csrc/bindings/* csrc/core/*/* tests/*/*.cpp
+	$(BIN)/clang-format -i csrc/bindings/*.?pp csrc/core/*/*.?pp tests/*/*.?pp
 
 # Collect tests once, which compiles them; otherwise every test process compiles them again.
 $(VENV)/.bytecode: $(VENV)/.dev | build
@@ -81,7 +81,7 @@ docs: build $(VENV)/.docs ## the site: pages, API, commands, configuration -> bu
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo build/site/index.html
 
-mutants: build $(VENV)/.dev ## check that the tests notice faults, one at a time; ONLY=name,...
+mutants: build $(VENV)/.dev ## check that the tests detect faults, one at a time; ONLY=name,...
 	ONLY=$(ONLY) JOBS=$(JOBS) $(BIN)/python tests/mutants.py
 
 test-data: ## tests of data building without torch; PYTHON=python3.13
@@ -140,7 +140,7 @@ $(AZURITE):
 bench-%: build $(VENV)/.dev ## a benchmark: packing, build, merge, data, ...; QUICK=1 is a minute
 	$(BIN)/python benchmarks/$*.py
 
-faults: bench-faults bench-edits ## one fault at a time, in real processes; two need root
+faults: bench-faults bench-edits ## inject one fault at a time into real processes; two need root
 
 bench-papers: build $(VENV)/.dev ## train models for the papers' claims; ONLY=atom_size,... SCALE=gpu
 	$(BIN)/python benchmarks/papers/all.py

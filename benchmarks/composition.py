@@ -24,16 +24,17 @@ from papers.recipes import atom_size, bucketllm, seamless
 
 from megapack.packing import SampleIndex, pack
 
-# A letter outside of ASCII is several bytes, which belong together.
+# A letter outside of ASCII is several bytes, which stay in one token.
 _TOKEN = re.compile(rb"[A-Za-z\x80-\xff]+|[0-9]+|[ \t]{2,}|[^A-Za-z\x80-\xff0-9 \t]")
 
 
 def python_sources(limit: int | None = None) -> tuple[str, Lengths]:
-    """A real corpus that every machine has, and its name with the number of files: the Python files
-    of the interpreter and its packages, by sorted path; empty ones are left out.
+    """Return a name and the document lengths of a real corpus that every machine has: the Python
+    files of the interpreter and its packages, by sorted path, without empty files.
 
-    Tokens are runs of letters, runs of digits, line ends, blanks beyond a single one, and every
-    other byte: about 3.5 bytes each, as with a trained tokenizer for code; and one at the end.
+    Tokens are runs of letters, runs of digits, runs of two or more blanks, and every other byte
+    except single blanks: about 3.5 bytes each, as with a trained tokenizer for code. Each document
+    has one more token, its end.
     """
     folders = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     files = sorted({path for folder in folders if folder for path in Path(folder).rglob("*.py")})
@@ -43,7 +44,7 @@ def python_sources(limit: int | None = None) -> tuple[str, Lengths]:
 
 
 def measure() -> list[Row]:
-    """Every row, paper after paper, shown."""
+    """Measure, print and write all rows, by paper; return them."""
     num_documents = 300_000 if quick() else 10_000_000
     law, fineweb = LAWS["fineweb_edu_like"](num_documents), "fineweb_edu_like"
     name, sources = python_sources(3_000 if quick() else None)
@@ -68,7 +69,8 @@ def measure() -> list[Row]:
 
 
 def figures(source: str, corpus: str, item: str, index: SampleIndex, why: str = "") -> list[Row]:
-    """Padding, truncation (where any is possible) and concatenation of one packing."""
+    """Return the ratios of one packing: padding, concatenation and, for "every strategy",
+    truncation."""
     metrics, row = index.metrics(), partial(compared, source, corpus, item)
     rows = [row("r_pad %", (None, 100 * metrics["padding_ratio"]), why=why)]
     if source == "every strategy":
@@ -77,7 +79,7 @@ def figures(source: str, corpus: str, item: str, index: SampleIndex, why: str = 
 
 
 def goals(num_documents: int) -> list[Row]:
-    """The default strategy where short documents are missing, without and with `refine`."""
+    """Measure the default strategy on corpora with few short documents, with three settings."""
     rows = []
     ways = {"promote off": {"promote": "off"}, "default": {}, "refine": {"refine": True}}
     for law in ("fineweb_edu_like", "finance", "bbc_news", "pubmed"):
@@ -93,7 +95,7 @@ def goals(num_documents: int) -> list[Row]:
 
 
 def every_strategy(lengths: Lengths) -> list[Row]:
-    """All strategies on one corpus."""
+    """Measure all strategies on one corpus."""
     rows = []
     for strategy, buckets in (
         *((name, [size]) for name in ("concat", "best_fit_decreasing") for size in (4096, 16384)),

@@ -19,14 +19,14 @@ without its thread. Content of a batch:
 * OLMo-core, packed (best fit; OLMO_CORE: its checkout, it needs bettermap, cached-path and
   dataclass-extensions): tokens and document lengths; variable length: tokens of one bucket;
 * mosaicml/streaming (``mosaicml-streaming`` and its dependencies): tokens, in prepared rows;
-* ours, ``bucket``: all inputs of a model.
+* megapack, ``bucket``: all inputs of a model.
 
 Install dependencies of peers by hand (``pip install --no-deps --target FOLDER ...``; FOLDER on
 PYTHONPATH); a missing peer is reported and skipped.
 
-Finally startup: seconds to the first batch and memory, with 2e7 documents. And both inside
-Megatron: the same .bin/.idx through its builder and DataLoader, in one process; ``ratio_to_best``
-compares with GPTDataset at its best number of workers.
+Finally startup (seconds to the first batch, and memory, with 2e7 documents), and both datasets
+inside Megatron: the same .bin/.idx through its builder and DataLoader, in one process.
+``ratio_to_best`` compares with GPTDataset at its best number of workers.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Tokenizer:
 
 
 def write_corpus(prefix: Path, num_tokens: int) -> IndexedDataset:
-    """Documents of calibrated lengths, each ending with EOD."""
+    """Write documents whose lengths follow ``fineweb_edu_like``, each ending with EOD."""
     lengths = LAWS["fineweb_edu_like"](num_tokens // 900, 1)
     lengths = lengths[: int(np.searchsorted(np.cumsum(lengths), num_tokens)) + 1]
     return write_documents(prefix, lengths, vocabulary=VOCABULARY, end=EOD)
@@ -95,8 +95,9 @@ def megatron_train(
     positions: bool,
     num_samples: int,
 ) -> Any:
-    """The train split of ``dataset`` (None: GPTDataset), through megatron-core's own builder: of
-    one prefix (or what ``dataset`` takes for one), or of several of equal weights.
+    """Return the train split of ``dataset`` (None: GPTDataset) from megatron-core's own builder.
+
+    ``blend`` is one prefix (or a path that ``dataset`` accepts), or several of equal weights.
     """
     from megatron.core.datasets.blended_megatron_dataset_builder import (  # noqa: PLC0415
         BlendedMegatronDatasetBuilder,
@@ -121,7 +122,7 @@ def megatron_train(
 
 
 def gathering(packed: dict[str, PackedDataset], gpt: dict[str, Any]) -> Sides:
-    """Samples out of datasets."""
+    """Return name -> a function that gathers the next samples."""
     sides = {name: _ones(theirs, range(len(theirs))) for name, theirs in gpt.items()}
     for strategy, ours in packed.items():
         ids = _shuffled(ours)
@@ -132,7 +133,7 @@ def gathering(packed: dict[str, PackedDataset], gpt: dict[str, Any]) -> Sides:
 
 
 def in_the_middle(dataset: IndexedDataset, weights: Path) -> list[dict[str, Any]]:
-    """Samples of whole documents, gathered without fill-in-the-middle and with it at rate 0.5."""
+    """Measure the gather of whole documents without fill-in-the-middle, and with it at rate 0.5."""
     rule = {"prefix": VOCABULARY, "suffix": VOCABULARY + 1, "middle": VOCABULARY + 2, "eod": EOD}
     cuts = {"none": None, "tokens": Fim(**rule), "characters": Fim(**rule, tables=word_tables())}
     room = max(fim.room for fim in cuts.values() if fim)
@@ -157,7 +158,7 @@ def in_the_middle(dataset: IndexedDataset, weights: Path) -> list[dict[str, Any]
 
 
 def word_tables() -> Any:
-    """Cuts of a vocabulary of words of one to four letters."""
+    """Return the character tables of a vocabulary of words of one to four letters."""
     letters = [bytes([letter]) for letter in range(97, 123)]
     words = (b"".join(w) for n in range(1, 5) for w in itertools.product(letters, repeat=n))
     return character_tables([None, *itertools.islice(words, VOCABULARY - 1)])
@@ -225,7 +226,7 @@ def loaders(folder: Path, packed: PackedDataset, gpt: dict[str, Any]) -> dict[st
 
 
 def olmo_core(folder: Path, size: int) -> dict[str, Loader]:
-    """Its two loaders over the same file: a .bin of uint16 is what it reads."""
+    """Return OLMo-core's two loaders over the same .bin, which it can read (uint16)."""
     theirs = {name: importlib.import_module(f"olmo_core.data.{name}")
               for name in ("collator", "data_loader", "numpy_dataset", "types")}  # fmt: skip
     vocabulary = {"pad_token_id": EOD, "eos_token_id": EOD, "vocab_size": VOCABULARY}
@@ -257,7 +258,7 @@ def olmo_core(folder: Path, size: int) -> dict[str, Loader]:
 
 
 def streaming(folder: Path, packed: PackedDataset) -> dict[str, Loader]:
-    """Rows of tokens in its shards, on this machine, shuffled."""
+    """Return loaders of mosaicml/streaming over shuffled rows of tokens in local shards."""
     vision = "streaming.vision"  # images, which need torchvision
     sys.modules.setdefault(vision, ModuleType(vision))
     theirs, home = importlib.import_module("streaming"), str(folder / "mds")
@@ -277,12 +278,12 @@ def streaming(folder: Path, packed: PackedDataset) -> dict[str, Loader]:
 
 
 def loaded(sides: dict[str, Loader], rounds: int, seconds: float) -> list[dict[str, Any]]:
-    """Every loader at its best setting, over GPTDataset at its best, and all settings tried."""
+    """Measure every loader at all of its settings; return the best ones, relative to GPTDataset."""
 
     def taken(make: Loader) -> dict[str, float]:
         batches, tokens = make(), 0
         for _ in range(8):
-            next(batches)  # what it has made ahead is not counted
+            next(batches)  # do not count batches that the loader has prefetched
         begin = time.perf_counter()
         while time.perf_counter() - begin < seconds:
             batch = next(batches)
@@ -311,14 +312,15 @@ def loaded(sides: dict[str, Loader], rounds: int, seconds: float) -> list[dict[s
 
 
 def rows_of(dataset: Any, size: int, workers: int) -> Any:
-    """Micro batches of successive rows, without end."""
+    """Return a loader of endless micro batches of successive rows."""
     begins = range(0, len(dataset) - size, size)
     batches = [list(range(begin, begin + size)) for begin in begins]
     return DataLoader(dataset, batch_sampler=itertools.cycle(batches), num_workers=workers)
 
 
 def next_of(loader: Any, size: int) -> Callable[[], Units]:
-    """Take the next micro batch of ``size`` rows; a loader begins with its first call."""
+    """Return a function that takes the next micro batch of ``size`` rows; its first call starts the
+    loader."""
     begun = cache(lambda: iter(loader))
     return _counted(lambda: next(begun()), size)
 
@@ -329,7 +331,7 @@ def speed(case: str, timing: Timing) -> dict[str, Any]:
 
 
 def rates(sides: Sides, *, windows: int, seconds: float) -> list[dict[str, Any]]:
-    """Samples per second of each, in turns, and over theirs and over a memcpy."""
+    """Measure all sides in turns: samples per second, relative to GPTDataset and to memcpy."""
     found = common.take_turns(sides, windows=windows, seconds=seconds)
     rows = []
     for name, timing in found.items():
@@ -340,17 +342,17 @@ def rates(sides: Sides, *, windows: int, seconds: float) -> list[dict[str, Any]]
     return rows
 
 
-# --- beginning ----------------------------------------------------------------------------------
+# --- startup ------------------------------------------------------------------------------------
 
 
 def beginnings(folder: Path, num_documents: int) -> list[dict[str, Any]]:
-    """Seconds to the first batch and memory; Megatron twice, without its cache and with it."""
+    """Measure seconds to the first batch, and memory; Megatron without and with its cache."""
     prefix, lengths = folder / "large", LAWS["fineweb_edu_like"](num_documents, 1)
     write_index(prefix, lengths)
     index = pack(lengths, "bucket", buckets=BUCKETS)
     index.save(f"{prefix}.samples", source=IndexedDataset(prefix))
     del lengths, index
-    importlib.import_module("megatron.core.datasets.gpt_dataset")  # not to be counted
+    importlib.import_module("megatron.core.datasets.gpt_dataset")  # exclude the import time
     sides = {
         "ours, first batch": our_first,
         "GPTDataset, first batch, building its cache": their_first,
@@ -380,8 +382,8 @@ def their_first(prefix: Path) -> Any:
 
 
 def inside_megatron(folder: Path) -> list[dict[str, Any]]:
-    """One dict per loader and dataset."""
-    importlib.import_module("megapack.integrations.hosts.megatron")  # not part of the first build
+    """Measure the datasets inside Megatron; return one dict per loader and dataset."""
+    importlib.import_module("megapack.integrations.hosts.megatron")  # exclude the import time
     folder.mkdir()
     write_corpus(folder / "text_document", 10_000_000 if quick() else 50_000_000)
     (folder / "packed.json").write_text(
@@ -414,7 +416,7 @@ def inside_megatron(folder: Path) -> list[dict[str, Any]]:
 
 
 def build(kind: str, folder: Path) -> Any:
-    """The train split, through megatron-core's builder."""
+    """Return the train split from megatron-core's builder."""
     from megapack.integrations.hosts.megatron import PackedGPTDataset  # noqa: PLC0415
 
     ours = kind == "PackedGPTDataset"
@@ -431,7 +433,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        # First, in a process that has nothing yet.
+        # Measure startup first, while this process has allocated little memory.
         begun = beginnings(folder, 2 * 10 ** (6 if quick() else 7))
         dataset = write_corpus(folder / "text", 10_000_000 if quick() else 60_000_000)
         packed = {

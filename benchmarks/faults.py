@@ -47,11 +47,11 @@ from tests.training.processes import PRETRAIN, Ranks, Zygote, environment, wait_
 
 NUM_STEPS, EVERY, FAULT_AT = 300, 25, 60
 PATIENCE = 120.0 if quick() else 420.0  # seconds, after which a remaining rank counts as waiting
-AT_MOST = 1200.0  # seconds, limit of a run that should end without help
+AT_MOST = 1200.0  # seconds, limit of a run that should end by itself
 SILENCE = 30.0 if quick() else 300.0  # engine.heartbeat_timeout_seconds, the default unless QUICK
 LIMITS = {
-    "megapack": f"silent for {SILENCE:.0f} s; looked at for {PATIENCE:.0f} s",
-    "plain": f"none within {PATIENCE:.0f} s; looked at for {PATIENCE:.0f} s",
+    "megapack": f"heartbeat timeout {SILENCE:.0f} s; observed for {PATIENCE:.0f} s",
+    "plain": f"none within {PATIENCE:.0f} s; observed for {PATIENCE:.0f} s",
 }
 WAITS_ON = f"waits on after {PATIENCE:.0f} s"
 TWO_NODES = Path(__file__).parents[1] / "tests" / "training" / "two_nodes.sh"
@@ -67,9 +67,9 @@ def plain_loop(words: list[str]) -> None:
     """RUN_DIR [NAN_AT]: a training loop as DeepSpeed's tutorial has it.
 
     deepspeed.initialize, forward, backward, step, save_checkpoint with the step as client state; at
-    the start load_checkpoint, and the data loader is advanced to that step. Nothing is added that
-    the tutorial does not have, and nothing left out. The first rank writes log.jsonl: of every step
-    its samples and its loss. NAN_AT k makes the gradients of step k no numbers.
+    the start load_checkpoint, and the data loader is advanced to that step. It does exactly what
+    the tutorial does, and writes a log: the first rank writes the samples and the loss of every
+    step to log.jsonl. NAN_AT k makes the gradients of step k NaN.
     """
     import deepspeed  # noqa: PLC0415
     import deepspeed.ops  # noqa: PLC0415
@@ -79,7 +79,7 @@ def plain_loop(words: list[str]) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
 
     run_dir, nan_at = Path(words[0]), int(words[1]) if len(words) > 1 else -1
-    # It would be compiled; only inference uses it.
+    # DeepSpeed would compile this operator, which only inference uses.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo")
     torch.manual_seed(0)
@@ -129,7 +129,7 @@ class Run:
             self.argv = [str(PRETRAIN), "--config", str(config)]
 
     def start(self, *more: str, **of_all: Any) -> Ranks:
-        """Both ranks; ``of_all`` as in ``Zygote.start``."""
+        """Start both ranks; ``of_all`` as in ``Zygote.start``, the same for both."""
         log = self.dir.with_name(f"{len(self.logs)}.log")
         ranks = self.zygote.start([*self.argv, *more], 2, log, {0: of_all, 1: of_all})
         self.logs += ranks.logs
@@ -147,7 +147,7 @@ class Run:
         return "\n".join(log.read_text(errors="replace") for log in self.logs if log.exists())
 
     def message(self) -> str:
-        """The last line that says what went wrong, without the names of this machine."""
+        """Return the last error line of the logs, without the names of this machine."""
         kinds = r"megapack: .*|\[rank\d\].*Error.*|\w*Error: .*|\[\d\d:\d\d:\d\d\] a signal.*"
         said = (re.sub(r"^node\d+: ", "", line) for line in self.said().splitlines())  # pdsh's
         found = [line for line in said if re.match(kinds, line.strip())]
@@ -166,7 +166,8 @@ def state(pid: int) -> str:
 
 
 def leaves(pids: list[int], begin: float, limit: float = AT_MOST) -> float | None:
-    """Seconds from ``begin`` until all have left that are not stopped; None: some wait on."""
+    """Wait until all processes have exited or are stopped. Return the seconds since ``begin``;
+    None: some still run at the limit."""
     while any(state(pid) not in "ZT" for pid in pids):
         if time.monotonic() - begin > limit:
             return None
@@ -182,13 +183,13 @@ def kill(pids: list[int]) -> None:
 
 
 def end(ranks: Ranks) -> list[int]:
-    """Exit codes."""
+    """Kill the remaining ranks; return all exit codes."""
     kill(ranks.pids)
     return ranks.wait()
 
 
 def again(run: Run, *more: str) -> Found:
-    """The same command once more, on the same number of ranks, to its end."""
+    """Run the same command again, on the same number of ranks, until it ends."""
     before = len(run.lines())
     started = run.start(*more)
     leaves(started.pids, time.monotonic())
@@ -203,7 +204,7 @@ def again(run: Run, *more: str) -> Found:
 
 
 def refused(run: Run) -> Found:
-    """Return the output of the same command, which should not train, but may."""
+    """Run the same command, which should refuse to train; return what happened."""
     begin = time.monotonic()
     found = again(run)
     if found["again"].startswith("did not"):
@@ -212,7 +213,7 @@ def refused(run: Run) -> Found:
 
 
 def signalled(number: int, ranks: list[int]) -> Callable[[Run], Found]:
-    """Some ranks get a signal in the midst of the run."""
+    """Return a fault: some ranks receive a signal in the middle of the run."""
 
     def fault(run: Run) -> Found:
         started = run.start()
@@ -238,7 +239,7 @@ def nan_gradient(run: Run) -> Found:
 
 
 def full_disk(run: Run) -> Found | None:
-    """Room for one checkpoint and a half; later there is more."""
+    """Limit the disk to one and a half checkpoints, then enlarge it and run again."""
     run.checkpoints.mkdir(parents=True)
     mount = ["mount", "-t", "tmpfs", "-o", "size=1800k", "none", str(run.checkpoints)]
     if subprocess.run(mount, check=False, capture_output=True).returncode:
@@ -286,7 +287,7 @@ def launched_twice(run: Run) -> Found:
 
 
 def torchrun_killed(run: Run) -> Found:
-    """The agent alone, so that its workers are orphans when the command is given again."""
+    """Kill only torchrun's agent, so that its workers are orphans when the command runs again."""
     log = run.dir.with_name("torchrun.log")
     run.logs.append(log)
     command = [*TORCHRUN, *run.argv]
@@ -305,7 +306,7 @@ def torchrun_killed(run: Run) -> Found:
 
 
 def node_lost(run: Run) -> Found | None:
-    """Two nodes, each a network namespace; one loses its network and all its processes."""
+    """Run on two nodes, each a network namespace; one loses its network and all its processes."""
     if subprocess.run(["bash", str(TWO_NODES), "--probe"], check=False).returncode:
         return None
     log = run.dir.with_name("nodes.log")

@@ -1,16 +1,16 @@
-"""Document-length laws: corpora one can have at any size, without their text; and on disk.
+"""Distributions of document lengths: draw the lengths of a corpus of any size, or write it to disk.
 
 Every law is ``law(n, seed=0) -> int32 (n,)``, tokens per document, end-of-document token included.
-A law is drawn in blocks of 2**18 documents, each from its own generator seeded by
-``(seed, block)``: the same numbers on every machine, and the first million of ten million documents
-are the million one would have asked for.
+Lengths are drawn in blocks of 2**18 documents, each from its own generator seeded by
+``(seed, block)``. So every machine draws the same numbers, and the first million of ten million
+lengths are the same as those of a draw of one million.
 
 The parameters reproduce published tables:
 
 * ``fineweb_edu_like``: log-normal body, Pareto tail, fitted to the truncation ratios of
   concatenate-and-cut at 1024 ... 16384 (BucketLLM, Table 1) and to the mean that its concatenation
   ratios imply. Mean 999, median 603, 0.184 % longer than 16384;
-  ``tests/test_composition.py`` holds it against the table.
+  ``tests/test_composition.py`` compares it with the table.
 * ``pubmed``, ``bbc_news``, ``finance``: the histograms of Seamless Packing, Tables 13 and 14
   (uniform inside an interval); the open last interval is a shifted exponential whose mean gives the
   token totals of its Table 16. None of the three has a document below its first interval.
@@ -29,7 +29,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 
-BUCKETS = [1024, 2048, 4096, 8192, 16384]  # BucketLLM's, whose steps these ranks share:
+BUCKETS = [1024, 2048, 4096, 8192, 16384]  # of BucketLLM, whose steps have these ranks:
 RANKS, TOKENS_PER_RANK = 64, 49_152
 
 Lengths = NDArray[np.int32]
@@ -41,7 +41,7 @@ _LONGEST = 1 << 27
 def draw(
     n: int, seed: int, block_law: Callable[[np.random.Generator, int], NDArray[np.float64]]
 ) -> Lengths:
-    """``n`` lengths in blocks; ``block_law(generator, count)`` gives real-valued lengths."""
+    """Draw ``n`` lengths in blocks; ``block_law(generator, count)`` returns float lengths."""
     out = np.empty(n, np.int32)
     for block, begin in enumerate(range(0, n, _BLOCK)):
         generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence((seed, block))))
@@ -53,7 +53,8 @@ def draw(
 def fineweb_edu_like(
     n: int, seed: int = 0, *, shortest: int = 56, longest: int = 131_072
 ) -> Lengths:
-    """Educational web pages; 50 to 100,000 words as FineWeb keeps them (56 to 131,072 tokens)."""
+    """Draw lengths of educational web pages of 50 to 100,000 words, FineWeb's limits (56 to
+    131,072 tokens)."""
     tail_share, tail_start, tail_exponent = 0.013752164, 6029.594594, 2.025752463
     mu, sigma = 6.386387422, 0.852338181
     # Inverse of the Pareto law cut at `longest`.
@@ -64,14 +65,14 @@ def fineweb_edu_like(
         in_tail = generator.random(count) < tail_share
         tail = tail_start * (1.0 - tail_mass * generator.random(count)) ** (-1.0 / tail_exponent)
         values = np.rint(np.where(in_tail, tail, body))
-        # A page below the limit is reflected, so that the mass near it stays smooth.
+        # Reflect lengths below the limit, so that the density near it stays smooth.
         return np.minimum(np.where(values < shortest, 2 * shortest - values, values), longest)
 
     return draw(n, seed, block)
 
 
 def _histogram(first: int, width: int, counts: list[int], last_mean: float) -> Law:
-    """Law of a published histogram: intervals (edge, edge + width], the last one open."""
+    """Return the law of a published histogram of intervals (edge, edge + width], the last open."""
     cumulative = np.cumsum(counts) / np.sum(counts)
     edges = first + width * np.arange(len(counts))
 
@@ -86,7 +87,7 @@ def _histogram(first: int, width: int, counts: list[int], last_mean: float) -> L
 
 
 def web_800(n: int, seed: int = 0) -> Lengths:
-    """Log-normal, mean 800, sigma 1."""
+    """Draw log-normal lengths, mean 800, sigma 1."""
 
     def block(generator: np.random.Generator, count: int) -> NDArray[np.float64]:
         return np.rint(np.exp(np.log(800.0) - 0.5 + generator.standard_normal(count)))
@@ -95,7 +96,8 @@ def web_800(n: int, seed: int = 0) -> Lengths:
 
 
 def web_blog_table(n: int, seed: int = 0) -> Lengths:
-    """Waste of one document per sample at 512 ... 16384: 18/32/48/62/74/83 % fill, as the blog."""
+    """Draw lengths with the blog's padding: one document per sample of 512 ... 16384 tokens leaves
+    18/32/48/62/74/83 % padding."""
 
     def block(generator: np.random.Generator, count: int) -> NDArray[np.float64]:
         wide = generator.random(count) < 0.84445
@@ -125,7 +127,7 @@ def write_documents(
     end: int | None = None,
     seed: int = 0,
 ) -> IndexedDataset:
-    """Documents of random tokens below ``vocabulary``, each ending with ``end``."""
+    """Write documents of random tokens below ``vocabulary``, each ending with ``end``."""
     offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     tokens = np.random.default_rng(seed).integers(1, vocabulary, offsets[-1]).astype(dtype)
     if end is not None:
@@ -136,7 +138,7 @@ def write_documents(
 
 
 def write_index(prefix: Path, lengths: NDArray[np.int32]) -> None:
-    """The .idx of documents, and a .bin of holes: of the right size, without taking the space."""
+    """Write the .idx of documents, and a sparse .bin of the right size."""
     pointers = np.concatenate([[0], np.cumsum(2 * lengths.astype(np.int64))])
     with Path(f"{prefix}.idx").open("wb") as file:
         file.write(b"MMIDIDX\x00\x00" + (1).to_bytes(8, "little") + bytes([8]))

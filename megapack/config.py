@@ -142,8 +142,8 @@ MAX_NODES = 1_000_000  # of a YAML file after its aliases are expanded
 
 
 class _Loader(yaml.SafeLoader):
-    """Loader that refuses duplicate keys (before ``<<`` merges; YAML would take the second), values
-    nested too deeply, and aliases that contain themselves or expand to too many values."""
+    """Loader that refuses duplicate keys (YAML would keep the second; ``<<`` merges do not count),
+    values nested too deeply, and aliases that contain themselves or expand to too many values."""
 
     depth = 0
 

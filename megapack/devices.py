@@ -57,7 +57,7 @@ def attention_flops(num_layers: int, width: int, *, recomputed: bool = False) ->
     Args:
         num_layers: layers with attention.
         width: of all query heads together.
-        recomputed: also count the product that FlashAttention recomputes in the backward, for time;
-            model FLOPs (PaLM's MFU) leave it out.
+        recomputed: also count the product that FlashAttention recomputes in the backward, to
+            estimate time; model FLOPs (PaLM's MFU) leave it out.
     """
     return (7.0 if recomputed else 6.0) * num_layers * width

@@ -2,8 +2,8 @@
 
     printable("a\x1b[2Jb")  # -> "a\\u001b[2Jb": text of a corpus cannot clear the screen
 
-A message names the subject, the value, the limit and the remedy. Wrong arguments of a function are
-plain ``ValueError``/``TypeError``; files that cannot be opened are plain ``OSError``.
+A message names the subject, the value, the limit and the remedy. Wrong arguments of a function
+raise plain ``ValueError``/``TypeError``; files that cannot be opened raise plain ``OSError``.
 """
 
 from __future__ import annotations

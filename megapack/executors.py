@@ -79,7 +79,7 @@ def run_shards(
 
     Args:
         executor: processes of this machine, or one task per shard on a Ray cluster.
-        num_processes: of this machine; 1: only this one.
+        num_processes: processes on this machine; 1: build in the calling process.
         ray_address: as for ``ray.init``; None is Ray's own rule (RAY_ADDRESS, or a cluster on this
             machine). An existing connection is reused.
         remedy: how to use less memory, for the message.
@@ -145,9 +145,9 @@ def prepare_processes(modules: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Delay Ctrl-C to the end of the block, and block it in the processes that it starts.
+    """Delay Ctrl-C to the end of the block; processes started in the block never receive it.
 
-    Their parent ends them.
+    This process ends them.
     """
     if threading.current_thread() is not threading.main_thread():  # only the main one gets signals
         yield
@@ -207,7 +207,7 @@ def _count(counted: Counted) -> None:
 
 
 def _end_with(parent: Connection) -> None:
-    """End this process when the one with the other end of the pipe ends, for any reason.
+    """End this process when the process at the other end of the pipe ends, for any reason.
 
     Linux kills it at once; a thread would wait for the interpreter's lock. PR_SET_PDEATHSIG would
     refer to the server that forked this process instead.

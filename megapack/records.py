@@ -53,7 +53,7 @@ def parse_json(
 def read_record(
     cls: type[T], path: Path, *, remedy: str, error: type[MegapackError] = FormatError
 ) -> T:
-    """Read a JSON file as ``cls``; arguments as of ``parse_json``.
+    """Read a JSON file as ``cls``; arguments as in ``parse_json``.
 
     Raises:
         error: damaged JSON, a wrong version, an unknown or missing key, a value of a wrong type.

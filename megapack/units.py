@@ -84,5 +84,5 @@ def percent(fraction: float, digits: int | None = 2) -> str:
 
 
 def _three_digits(number: float) -> str:
-    """Format three significant digits, but all before the point: 1023.9 -> 1024."""
+    """Format three significant digits, but keep all digits before the point: 1023.9 -> 1024."""
     return f"{number:.0f}" if abs(number) >= 999.5 else f"{number:.3g}"

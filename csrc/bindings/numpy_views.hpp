@@ -20,8 +20,8 @@
 namespace megapack {
 namespace py = pybind11;
 
-// With py::arg().noconvert() a wrong dtype, stride or list is a TypeError; read-only and
-// memory-mapped arrays pass without a copy.
+// With py::arg().noconvert(), a list or an array of a wrong dtype or stride raises TypeError;
+// read-only and memory-mapped arrays are accepted without a copy.
 template <typename T>
 using Array = py::array_t<T, py::array::c_style | py::detail::npy_api::NPY_ARRAY_ALIGNED_>;
 

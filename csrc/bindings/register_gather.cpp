@@ -45,7 +45,8 @@ Extent extent(const std::string& value, const char* name) {
         {{"document", Extent::kDocument}, {"group", Extent::kGroup}, {"sample", Extent::kSample}});
 }
 
-// "longalign" is the sequence mean in another unit, which the factors of the samples contain.
+// "longalign" is the sequence mean in another unit; the factors of the samples include the
+// conversion.
 Loss loss(const std::string& value) {
     return choice<Loss>(value, "loss",
                         {{"token_mean", Loss::kTokenMean},
@@ -138,8 +139,8 @@ using Table = Array<std::int64_t>;
 using Numbers32 = py::array_t<std::int32_t>;
 using Numbers64 = py::array_t<std::int64_t>;
 
-// tables: of CharacterCuts: characters (ids,), first_cut (ids + 1,), first_part (2 cuts + 1,),
-// parts.
+// `tables` are the arrays of CharacterCuts: characters (ids,), first_cut (ids + 1,), first_part
+// (2 cuts + 1,), parts.
 std::shared_ptr<Fim> make_fim(std::int64_t prefix, std::int64_t suffix, std::int64_t middle,
                               std::int64_t end, std::int64_t eod, double spm_rate,
                               const std::optional<std::tuple<Table, Table, Table, Table>>& tables) {
@@ -210,9 +211,9 @@ class Gatherer {
         kept_.push_back(py::make_tuple(first_ids, shards, first_samples));
     }
 
-    // Opens a shard, once: other threads may read it from then on. excluded: documents, ascending;
-    // excluded_by: the first exclusion list of each, from 1 on; fim_longest: documents of 2 to so
-    // many tokens have room for sentinels, -1: none.
+    // Opens a shard unless it is open; after that, other threads may read it. excluded: documents,
+    // ascending; excluded_by: number (from 1) of the first exclusion list of each; fim_longest:
+    // documents of 2 to fim_longest tokens have room for sentinels; -1: no document has.
     void open(std::int64_t shard, const py::array& tokens, const std::optional<py::array>& labels,
               const std::optional<py::array>& weights, const AnyArray& index_bytes,
               const py::str& index_name, const AnyArray& sample_segment_offsets,

@@ -14,7 +14,7 @@ SampleView sample_view(const AnyArray& bucket_sample_offsets,
             integers(segment_begin, "segment_begin"), integers(segment_length, "segment_length")};
 }
 
-// Views only the arrays that costs of samples need.
+// Views only the two arrays from which attention_cost is computed.
 SampleView cost_view(const AnyArray& sample_segment_offsets, const AnyArray& segment_length) {
     SampleView result;
     result.sample_segment_offsets = integers(sample_segment_offsets, "sample_segment_offsets");
@@ -22,7 +22,7 @@ SampleView cost_view(const AnyArray& sample_segment_offsets, const AnyArray& seg
     return result;
 }
 
-// Converts a number that is not negative.
+// Converts a non-negative 128-bit number to a Python int.
 py::int_ python_int(Wide value) {
     const auto high = static_cast<std::uint64_t>(value >> 64);
     return (py::int_(high) << py::int_(64)) | py::int_(static_cast<std::uint64_t>(value));

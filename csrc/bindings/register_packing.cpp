@@ -40,15 +40,15 @@ auto with_lengths(const py::array& array, F f) {
     return kind == 'i' ? as(std::int64_t{}) : as(std::uint64_t{});
 }
 
-// Document lengths from numpy, checked once, when it is constructed, and never copied.
+// Document lengths from numpy. The constructor checks them once and does not copy them.
 class DocumentLengths {
   public:
-    // int32, int64 or uint64 (num_documents,), unchanged while this object exists. Counts documents
-    // longer than `capacity`.
+    // `array`: int32, int64 or uint64, shape (num_documents,); the caller must not change it while
+    // this object exists. Counts documents longer than `capacity`.
     DocumentLengths(const py::array& array, std::int64_t capacity)
         : kept_(array), lengths_(check_array(array, capacity)) {}
 
-    // f(Lengths<std::int32_t>) or f(Lengths<std::int64_t>).
+    // Calls f with Lengths<std::int32_t> or Lengths<std::int64_t>; returns its result.
     template <typename F>
     auto visit(F f) const {
         return std::visit(f, lengths_);
@@ -104,7 +104,7 @@ class Rules {
     std::vector<std::int64_t> integers(const char* name) {
         return take<std::vector<std::int64_t>>(name);
     }
-    // (numerator, denominator): a float cannot hold 0.1.
+    // Takes a pair (numerator, denominator), because a float cannot hold 0.1 exactly.
     Ratio ratio(const char* name) {
         const auto [numerator, denominator] = take<std::pair<std::int64_t, std::int64_t>>(name);
         return {numerator, denominator};
@@ -164,11 +164,11 @@ BucketRules bucket_rules(Rules& rules) {
 
 // ---- The strategies
 
-// Run of the core, with options that only Python has.
+// Seed and threads of a core Run, and two options that only the bindings use.
 struct PythonRun {
     std::uint64_t seed;
     int threads;
-    bool wide_ids;  // int64 document numbers where int32 would do (tests)
+    bool wide_ids;  // use int64 document numbers even if int32 is enough (for tests)
     py::object progress;
 };
 
@@ -209,8 +209,9 @@ Progress::Report report_to(const py::object& callback) {
     };
 }
 
-// Makes a strategy of read(Rules), which returns its rules, and pack(Id{}, lengths, rules, run),
-// which runs without the GIL. Id is int32 if document numbers and lengths fit.
+// Builds a Strategy from two functions: read(Rules) returns the rules of the strategy, and
+// pack(Id{}, lengths, rules, run) runs without the GIL. Id is int32 if document numbers and lengths
+// fit.
 template <typename Read, typename Pack>
 Strategy strategy(Read read, Pack pack) {
     return [=](const DocumentLengths& lengths, Rules& given, const PythonRun& options) {
@@ -239,7 +240,7 @@ Strategy strategy(Read read, Pack pack) {
     };
 }
 
-// Entry of pack_<name>; the arguments read its rules from `k`.
+// Map entry for pack_<name>; the arguments after the name build its rules from `k`.
 #define MEGAPACK_STRATEGY(name, ...)                                                       \
     {#name, strategy([](Rules& k) { return __VA_ARGS__; },                                 \
                      [](auto id, const auto& lengths, const auto& rules, const Run& run) { \
@@ -295,7 +296,8 @@ py::dict seamless_stage_one(const DocumentLengths& lengths, const py::dict& rule
     return result;
 }
 
-// Returns counts of rests by length and the number of full chunks of documents cut at `capacity`.
+// Cuts documents at `capacity`. Returns the number of rests of each length, and the number of full
+// chunks.
 std::pair<py::array_t<std::int64_t>, std::int64_t> length_histogram(const DocumentLengths& lengths,
                                                                     std::int64_t capacity,
                                                                     std::int64_t threads) {

@@ -1,4 +1,4 @@
-// storage: files mapped, .idx read and written, tokens narrowed.
+// storage: maps files, reads and writes .idx, narrows tokens.
 #include <sys/mman.h>
 
 #include <memory>
@@ -92,7 +92,7 @@ py::array_t<T> filled(std::int64_t size, const F& f) {
     return out;
 }
 
-// The core divides by the bytes per token of a .bin.
+// Throws unless `itemsize` is 1, 2, 4 or 8, because the core divides by it.
 void check_token_bytes(std::int64_t itemsize) {
     check(itemsize == 1 || itemsize == 2 || itemsize == 4 || itemsize == 8, "itemsize is ",
           itemsize, "; it must be 1, 2, 4 or 8");

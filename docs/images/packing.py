@@ -1,8 +1,8 @@
-"""Draws packing.svg: ten documents concatenated and cut, in buckets, as the steps of two ranks.
+"""Draw packing.svg: ten documents concatenated and cut, in buckets, and as steps of two ranks.
 
     python docs/images/packing.py docs/images/packing.svg
 
-What it draws is what the package makes of these ten lengths; nothing is placed by hand.
+megapack packs these ten lengths, and the script draws the result.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LENGTHS = [4, 12, 8, 13, 8, 3, 16, 6, 2, 8]
 COLORS = ["4e79a7", "f28e2b", "59a14f", "e15759", "76b7b2",
           "e6b422", "b07aa1", "e87ba4", "9c755f", "6b6ecf"]  # fmt: skip
 UNIT, ROW, BAR = 17, 29, 22  # pixels of a token, of a row and of a bar in it
-LEFT, RIGHT, WIDTH = 12, 346, 640  # readable where it is shown 360 pixels wide
+LEFT, RIGHT, WIDTH = 12, 346, 640  # chosen so that text is readable at a width of 360 pixels
 STYLE = """
   text { font: 16px system-ui, "Segoe UI", Arial, sans-serif; fill: #24292f }
   .title { font-weight: 600; font-size: 19px }
@@ -31,7 +31,7 @@ STYLE = """
 
 
 def segment(x: float, y: float, document: int, begin: int, length: int) -> str:
-    """A run of a document's tokens; a red edge where the document is cut."""
+    """Return a segment as a bar, with a red edge where its document is cut."""
     width = length * UNIT
     parts = [
         f'<rect x="{x + 1:g}" y="{y}" width="{width - 2}" height="{BAR}" rx="3" '
@@ -49,7 +49,7 @@ def segment(x: float, y: float, document: int, begin: int, length: int) -> str:
 
 
 def sample(index: SampleIndex, i: int, x: float, y: float) -> str:
-    """The segments of a sample, one after the other."""
+    """Return the bars of a sample's segments, from left to right."""
     parts = []
     for document, begin, length in index.sample(i)[1]:
         parts.append(segment(x, y, document, begin, length))
@@ -66,7 +66,7 @@ def arrow(x: float, y: float) -> str:
 
 
 def summary(index: SampleIndex) -> str:
-    """As in "4 of 10 cut (red), 0 % padding"."""
+    """Return a caption like "4 of 10 cut (red), 0 % padding"."""
     metrics = index.metrics()
     cut = round(metrics["truncation_ratio"] * len(LENGTHS))
     padding = f"{100 * metrics['padding_ratio']:.0f} % padding"
@@ -94,7 +94,7 @@ def step(buckets: SampleIndex, number: int, ids: list[int], x: float, y: float) 
 
 
 def draw() -> str:
-    """The picture, as the text of an SVG file."""
+    """Return the picture as the text of an SVG file."""
     concatenated = pack(LENGTHS, "concat", buckets=[16])
     buckets = pack(LENGTHS, "bucket", buckets=[8, 16])
     top = 62

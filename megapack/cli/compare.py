@@ -259,7 +259,7 @@ def print_comparison(comparison: Comparison, prefix: str) -> None:
     best = comparison.evaluations[recommendation.best]
     if comparison.planned:
         first = comparison.planned[0]
-        print("\nplanned steps: documents dealt one by one (megapack.plan_step) instead of samples")
+        print("\nplanned steps: documents assigned one by one (megapack.plan_step), not samples")
         print_table(_PLANNED_COLUMNS, comparison.planned)
         print(
             f"micro: micro batches of {count(first.micro_batch_tokens)} tokens a rank; extra: of "

@@ -1,8 +1,8 @@
 """Show the content of datasets, .samples files and shard manifests.
 
-A dataset (prefix or .idx, of megapack or another tool) shows what is stored and how long the
-documents are. A .samples file shows how it was packed, and the metrics of the packing. A shard
-manifest shows the totals of its datasets, with --shards also each dataset.
+For a dataset (prefix or .idx, of megapack or another tool) it shows counts, data type and lengths
+of documents; for a .samples file the packing options and the metrics of the packing; for a shard
+manifest the totals of its datasets, with --shards also each dataset.
 
 --sample I shows one sample as training gets it: its text, where documents begin and end, which
 tokens have no label (from PREFIX.labels, if it exists) and the loss weights of the others (from

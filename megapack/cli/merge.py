@@ -3,8 +3,8 @@
   megapack-build merge shards/*.idx --output-prefix corpus
   megapack-build merge shards/ web.idx --output-prefix corpus --dtype int32
 
-A directory stands for every .idx in it; other files of a dataset (shards/* in a shell) do not name
-it again. A dataset that is named twice is merged twice. Labels, loss weights and groups of the
+A directory stands for every .idx in it; several files of one dataset (as from shards/* in a shell)
+name it once. A dataset that is named twice is merged twice. Labels, loss weights and groups of the
 inputs are left out, and a note says how to merge them in the same order.
 
 Reads datasets of megapack, Megatron, Megatron-DeepSpeed and GPT-NeoX. Memory does not grow with
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_shared(parser, "--output-prefix")
     add_shared(parser, "--dtype", help="other inputs are converted if all their ids fit")
     parser.add_argument(
-        "--multimodal", action="store_true", help="the inputs have a mode per sequence; keep them"
+        "--multimodal", action="store_true", help="keep the mode that the inputs have per sequence"
     )
     parser.add_argument(
         "--allow-mixed-tokenizers",

@@ -3,7 +3,7 @@
 - Screen: stdout or stderr with styles
 - print_table: declared columns, one row per item
 - print_result: facts as JSON with --json, else as text
-- Work: a progress bar, or now and then a line where stderr is not a terminal
+- Work: a progress bar, or a line every ten seconds if stderr is not a terminal
 
     columns = {"bucket": lambda row: count(row[0]), "samples": lambda row: count(row[1])}
     print_table(columns, [(1024, 17), (2048, 1234)])
@@ -144,7 +144,7 @@ class Work:
         return report
 
     def __call__(self, done: int, total: int, rates: str = "") -> None:
-        """Show that ``done`` of ``total`` is done, with ``rates`` as text."""
+        """Show the progress, ``done`` of ``total``, and the text ``rates``."""
         now = time.monotonic()
         seconds, share = now - self._begin, min(1.0, done / total) if total else 1.0
         remaining = f"{seconds / share - seconds:,.0f} s left" if share else ""

@@ -76,7 +76,7 @@ _STYLE = {
 
 
 class Chart:
-    """Figure of panels side by side, which share the vertical axis; ``tips``: texts at the mouse.
+    """Figure of panels that share the vertical axis; ``tips``: texts that the mouse shows.
 
     Args:
         height, width: inches.

@@ -255,13 +255,13 @@ COLUMNS = (
 # ---- Recommendation ------------------------------------------------------------------------------
 # The rule:
 #
-# 1. exclude strategies that drop tokens, or that split more than one document in a hundred beyond
-#    those longer than the largest capacity of the comparison (if none remains, exclude only those
-#    that drop tokens, and keep those that split the fewest);
+# 1. exclude strategies that drop more than 0.1 % of the tokens, or that split more than one
+#    document in a hundred beyond those longer than the largest capacity of the comparison (if none
+#    remains, exclude only those that drop tokens, and keep those that split the fewest);
 # 2. of the others, take the least estimated training time;
 # 3. within half a percent of that time, prefer fewer split documents, then less padding, then the
 #    default strategy. If attention crosses documents (``--attention sample``), first prefer fewer
-#    documents per sample (2 % is no difference), since other documents are unrelated context.
+#    documents per sample (up to 2 % more does not count): other documents are unrelated context.
 
 MAX_EXTRA_TRUNCATION = 0.01
 MAX_DROPPED = 0.001
@@ -278,7 +278,7 @@ class Recommendation:
         best: index into the evaluations.
         best_fixed: the best one with a single sample shape, or None.
         reasons: sentences, most important first.
-        out: per evaluation, why rule 1 excludes it; "": it does not.
+        out: per evaluation, the reason for which rule 1 excludes it; "": not excluded.
     """
 
     best: int
@@ -349,7 +349,7 @@ def _reasons(
     split, must = (percent(metrics[f"truncation_{name}"], None) for name in ("ratio", "floor"))
     reasons = [
         f"It splits {split} of the documents; {must} are longer than "
-        f"{max(chosen.case.buckets):,} tokens and must be.",
+        f"{max(chosen.case.buckets):,} tokens and must be split.",
         f"{percent(metrics['padding_ratio'], None)} of its positions are padding, and a sample "
         f"holds {metrics['concatenation_ratio']:.2f} documents on average.",
     ]
@@ -361,7 +361,7 @@ def _reasons(
         )
         reasons.append(
             f"It cuts {cut} of {metrics['num_groups']:,} groups of documents; {longer} are longer "
-            "than the largest bucket and must be."
+            "than the largest bucket and must be cut."
         )
     if out[best]:
         reasons.insert(0, f"The rule excludes every strategy; this one {out[best]}.")

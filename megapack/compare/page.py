@@ -120,7 +120,7 @@ def comparison_page(comparison: Comparison) -> str:
 
 
 def _fixed(comparison: Comparison) -> str:
-    """Return the sentence about the best strategy with one sample shape, if it is another one."""
+    """Return a sentence on the best strategy with one sample shape, unless it is recommended."""
     fixed = comparison.recommendation.best_fixed
     if fixed is None or fixed == comparison.recommendation.best:
         return ""
@@ -151,7 +151,7 @@ def _calculation(comparison: Comparison, best: Evaluation) -> dict[str, str]:
     )
     scope = "inside documents" if run.attention == "document" else "over whole samples"
     if run.dealing == "random":
-        scope += ", samples dealt to the ranks at random"
+        scope += ", samples assigned to the ranks at random"
     positions = best.num_positions * bill.num_passes
     squares = bill.num_passes * sum(
         b.sample_squares if run.attention == "sample" else b.work for b in best.work

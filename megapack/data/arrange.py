@@ -140,7 +140,7 @@ class Arranger:
 
         Raises:
             ConfigError: a different shard exists, and ``overwrite`` is False.
-            IndexMismatchError, FormatError, OSError: as of ``PackedDataset``.
+            IndexMismatchError, FormatError, OSError: as raised by ``PackedDataset``.
         """
         prefix = self.folder / f"{index:06d}"
         samples = Path(f"{prefix}.samples")
@@ -321,10 +321,10 @@ def arrange(
 
     Args:
         part: (i, n): only the i-th of n parts of the shards, and no manifest.
-        how: of ``run_shards``.
+        how: arguments of ``run_shards``.
 
     Raises:
-        ConfigError, MegapackError, OSError: as of ``Arranger.build`` and ``run_shards``.
+        ConfigError, MegapackError, OSError: see ``Arranger.build`` and ``run_shards``.
     """
     i, n = part or (0, 1)
     if not 0 <= i < n:

@@ -1,15 +1,15 @@
-"""Samples of a bucket, blended from its sources to one endless sequence.
+"""Samples of a bucket, blended from its sources into one endless sequence.
 
 - ``BucketStream``: all samples of one capacity as an endless sequence, blended from the sources.
 - ``FiniteStream``: every sample once, source after source, for evaluation.
 - ``CostWindows``: draws with samples of similar cost.
 - ``bucket_streams``: streams of all capacities, by the weights of the sources.
 
-A stream takes from its sources by exact weights (``_core.Blend``): among its first n samples, the
-number of each source is n times its weight, within 1.69, for any number of sources and every n up
-to 2^53 (proof in csrc/core/schedule/blend.hpp: 1.681, plus 2^-9 because weights are multiples of
-2^-62). The cursor of a source decides its next sample (``megapack.data.sample_order``). Sample ids
-are global: first those of source 0, then of source 1, ...
+A stream draws from its sources by exact weights (``_core.Blend``): of its first n samples, each
+source provides n times its weight, within 1.69, for any number of sources and every n up to 2^53
+(proof in csrc/core/schedule/blend.hpp: 1.681, plus 2^-9 because weights are multiples of 2^-62).
+The cursor of a source decides its next sample (``megapack.data.sample_order``). Sample ids are
+global: first those of source 0, then of source 1, ...
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ Cursors: TypeAlias = Mapping[int, Ids]  # capacity -> samples taken of every sou
 Moves: TypeAlias = Mapping[SourceBucket, Move]  # samples that cost windows moved
 
 _CACHED_WINDOWS = 2  # per bucket: one for the draws of a run, one for queries
-_SHARE_BITS = 62  # what _core.Blend takes
-_PART_BITS = 128  # parts are precise to 2^-64 of themselves for up to 2^64 tokens
+_SHARE_BITS = 62  # _core.Blend takes shares in units of 2^-62
+_PART_BITS = 128  # relative error of a part: at most 2^-64, for up to 2^64 tokens
 
 
 class CostWindows(NamedTuple):
@@ -53,10 +53,11 @@ class CostWindows(NamedTuple):
         as shuffled                              9 2 | 5 5 | 1 7     4 | 1 | 6
         with the window                          5 5 | 7 9 | 1 2     4 | 6 | 1
 
-    All sources of a draw have its rank, so the costs in a draw differ only as the sources do. If an
-    epoch ends inside a window, each part is sorted separately. If a stage ends inside a window, its
-    remaining samples keep their new order (``Move``) in the next stage. Costs are those of whole
-    documents (the sum of squared segment lengths), independent of masks and attention windows.
+    All sources use the same ranks, so the costs in a draw differ only because the sources differ.
+    If an epoch ends inside a window, each part is sorted separately. If a stage ends inside a
+    window, its remaining samples keep their new order (``Move``) in the next stage. Costs are those
+    of whole documents (the sum of squared segment lengths), independent of masks and attention
+    windows.
 
     Attributes:
         num_draws: of a window.
@@ -113,13 +114,13 @@ class _Range(NamedTuple):
 
 
 class BucketStream:
-    """All samples of one capacity, as an endless sequence. Sources are counted within the bucket.
+    """All samples of one capacity, as an endless sequence. Sources are numbered within the bucket.
 
     Attributes:
         capacity: tokens per sample.
         sources: (D,) int64, numbers of the sources with samples of this capacity.
         first_sample, sizes: (D,) int64, first global id and number of samples of each source.
-        starts: (D,) int64, cursor of each source at the begin of this stream.
+        starts: (D,) int64, cursor of each source at the start of this stream.
         blend: sequence of the sources, by the exact weights.
         samples_per_epoch: samples that the schedule counts as one epoch of this bucket. With one
             source, its samples; with several, a share of the blend's tokens.
@@ -146,7 +147,7 @@ class BucketStream:
 
     @property
     def num_samples(self) -> int:
-        """Different samples of this capacity."""
+        """Number of distinct samples of this capacity."""
         return int(self.sizes.sum())
 
     def ids(self, begin: int, end: int) -> Ids:
@@ -198,9 +199,9 @@ class BucketStream:
         return result
 
     def latest(self, i: int, samples: Ids, end: int) -> int:
-        """Return the last position before ``end`` with one of some samples of source ``i``.
+        """Return the last position before ``end`` that has one of ``samples`` of source ``i``.
 
-        Samples are counted from the source's first one; one of them must have been drawn.
+        Samples are numbered within the source; one of them must have been drawn.
         """
         cursor = self.cursor(i, end)
         last = int(self.order_at(i, end).last(cursor, samples).max())
@@ -376,7 +377,7 @@ def bucket_streams(
 
     Args:
         buckets: ``buckets_of`` at least one index.
-        weights: of every source: a share of the tokens, 0 to leave it out, None for its tokens.
+        weights: of every source: its share of the tokens; 0: leave it out; None: its tokens decide.
         seed: of the shuffles.
         shuffled: False: samples in the order of their index.
         starts: samples taken before.

@@ -56,11 +56,11 @@ class PackedDataset(Dataset[Batch]):
         index: the samples, or the path of a .samples file or a shard manifest; one per dataset.
         positions: where position_ids restart: at every ``segment``, at every ``document`` (a
             segment continues its document's count), or at every ``sample``.
-        attention: segments of cu_seqlens: ``document`` segments, whole ``sample``s (the classic
-            concatenation), or ``group``: adjacent documents of a group are one segment, in which
-            positions continue and the last token of a document predicts the first of the next one
-            (sources without groups: as ``document``).
-        label_boundary: ``document``: the last token of a document (with attention ``group`` of a
+        attention: segments of cu_seqlens. ``document``: those of the documents; ``sample``: the
+            whole sample (the classic concatenation); ``group``: adjacent documents of a group are
+            one segment, in which positions continue and the last token of a document predicts the
+            first of the next one (sources without groups: as ``document``).
+        label_boundary: ``document``: the last token of a document (with attention ``group``: of the
             group's documents in the sample) has no label; ``sample``: its label is the first token
             of the next segment, as in the classic concatenation.
         label_dataset: chosen labels (chat: only the assistant's tokens), one per token, not
@@ -231,7 +231,7 @@ class PackedDataset(Dataset[Batch]):
                 views of them. None: new ones.
             pin_memory: new tensors in page-locked memory.
             view: requirements of the step (``MicroBatch.view``): its window cuts the segments of
-                cu_seqlens, also padding, at multiples of so many tokens.
+                cu_seqlens, also padding, at multiples of the window's length.
 
         Returns:
             ``tokens, labels, position_ids`` int64 and ``loss_mask`` float32 in the layout's shape.
@@ -252,7 +252,7 @@ class PackedDataset(Dataset[Batch]):
         """
         array = np.asarray(sample_ids)
         if array.dtype.kind not in "iu" and array.size:
-            raise TypeError(f"sample_ids are {array.dtype.name}, as {array.flat[0]}; give integers")
+            raise TypeError(f"sample_ids are {array.dtype.name} ({array.flat[0]}); give integers")
         ids = np.ascontiguousarray(array, np.int64)
         if len(ids) == 0 and (capacity is None or layout is None):
             raise ValueError("an empty micro batch needs the capacity of its bucket and a layout")

@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 class ThreadPrefetcher(Iterator[T]):
-    """Iterator over an iterable that runs in a thread, ``depth`` items ahead and one in the making.
+    """Iterator over an iterable that runs in a thread, which holds ``depth`` items and makes one.
 
     An exception of the iterable is raised in place of its item. ``close`` stops the thread and
     joins it; the iterator calls it at the end and on an exception.
@@ -161,7 +161,7 @@ def prefetch_remote(
 _CHUNK_BYTES = 64 << 20
 _USAGE_OF = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)  # per thread on Linux only
 # Advice about pages that are in memory costs about a microsecond per document. After this many
-# micro batches without a disk read it stops, until a disk is read again.
+# micro batches without a disk read, prefetch_local gives no advice until the next disk read.
 _QUIET = 256
 
 
@@ -267,8 +267,9 @@ def build_loader(
           sequence_parallel_rank of sequence_parallel_size;
         - step, micro_step, num_micro_steps, bucket, capacity, row_tokens, num_step_label_tokens
           (ints), imbalance, imbalance_in_order (floats), and if the step has loss weights
-          step_label_weight, the sum of loss_mask over the whole step and all ranks (float); if
-          it has an attention_window (int), cu_seqlens and max_seqlen are those of the pieces;
+          step_label_weight, the sum of loss_mask over the whole step and all ranks (float); if the
+          step has an attention window, attention_window (int), and cu_seqlens and max_seqlen
+          describe the pieces into which it cuts the segments;
         - sample_ids, source (int64 tensors, on the host): id and source number of every sample.
           In a stream, too, samples lie in rows of row_tokens.
 

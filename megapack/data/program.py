@@ -48,14 +48,17 @@ T = TypeVar("T")
 def numbered(values: Mapping[str, T], names: Sequence[str], subject: str) -> dict[int, T]:
     """Return values by number of the source instead of its name.
 
-    Raises ConfigError, which begins with ``subject``, if not exactly one source has a name.
+    Raises ConfigError, with a message that begins with ``subject``, if a name is not that of
+    exactly one source.
     """
     if not values:
         return {}
     counts, numbers = Counter(names), {name: number for number, name in enumerate(names)}
     for name in values:
         if counts[name] != 1:
-            raise ConfigError(f"{subject} {name!r}; sources are {', '.join(names[:20])}")
+            raise ConfigError(
+                f"{subject} {name!r}, which is not one source; sources are {', '.join(names[:20])}"
+            )
     return {numbers[name]: value for name, value in values.items()}
 
 
@@ -293,7 +296,7 @@ def _step_of_tokens(program: Program, tokens: int) -> int:
     return last.begin + -(-missing // last.config.tokens_per_step)
 
 
-_IN_STAGE = "let it begin (its ramp end, or skip fewer steps) before that"
+_IN_STAGE = "begin the stage or end its ramp earlier, or skip fewer steps"
 
 
 def check_reach(program: Program, subject: object, step: int, remedy: str = _IN_STAGE) -> None:
@@ -382,7 +385,7 @@ _PI = Decimal("3.14159265358979323846264338327950288419716939937510")
 
 def _sine_of_pi(numerator: int, denominator: int) -> Decimal:
     """Return sin(pi * numerator / denominator), the same on every machine."""
-    # sin of the C libraries differs in the last bit, and the samples would differ with it.
+    # The sine of C libraries differs in the last bit, and would change the samples of a run.
     x = _PI * numerator / denominator
     term, total, n = x, x, 1
     while abs(term) > Decimal("1e-35"):
@@ -402,8 +405,8 @@ def _ramped(program: Program, ramp: Sequence[tuple[int, Weights]], end: int | No
             if not order.shuffled or len(set(order.odds(2))) > 1:
                 raise ConfigError(
                     f"a ramp continues at step {begin} with order {last.config.order}, which would "
-                    "begin anew with every piece of the ramp: use proportional or uniform until it "
-                    "ends, or one stage without a ramp"
+                    "restart with every piece of the ramp: use proportional or uniform until the "
+                    "ramp ends, or one stage without a ramp"
                 )
             program = (*program, settings)
     return program

@@ -1,7 +1,7 @@
-"""Reports on a run before it starts, counted from cursors, not from its steps.
+"""Reports on a run before it starts, computed from the cursors of its stages.
 
-- ``plan_run``: steps, buckets, shares and epochs of every source. ``check_epochs`` limits repeats;
-  ``often_repeated`` warns of many.
+- ``plan_run``: steps, buckets, shares and epochs of every source. ``check_epochs`` refuses a run
+  that repeats a source too often; ``often_repeated`` returns warnings.
 - ``times_drawn``, ``last_step``: number of draws of samples before a step, and the last one.
 - ``unseen_documents``: documents that a run has not seen yet in the current epoch of a source.
 - ``plan_exclusions``: effects of the lists of excluded documents.
@@ -78,14 +78,14 @@ def _by_bucket(stage: StageDraws, source: int, ids: Ids) -> Iterator[tuple[int, 
 def unseen_documents(schedule: Schedule, source: int, step: int) -> tuple[Ids, int]:
     """Return the documents of a source that the current epoch has not seen.
 
-    A document was seen as often as the one of its samples that was drawn (or skipped) least often
-    before ``step``. If c is the minimum over all documents, c epochs are complete, and the
-    documents seen c times are unseen in the current one. Documents without a sample and documents
-    masked at ``step`` are left out.
+    A document was seen as many times as its least-drawn sample was drawn (or skipped) before
+    ``step``. If c is the minimum over all documents, c epochs are complete, and the documents seen
+    c times are unseen in the current one. Documents without a sample and documents masked at
+    ``step`` are left out.
 
     A source cannot change its packing (longer samples, other buckets) and keep its cursors, since
-    the new samples mix seen and unseen documents. To do so exactly, pack the unseen documents as a
-    new source.
+    the new samples mix seen and unseen documents. To change the packing, pack the unseen documents
+    as a new source.
 
     Args:
         schedule: of the run.
@@ -247,7 +247,7 @@ class RunPlan:
     stages: tuple[StagePlan, ...]
     datasets: tuple[SourceShare, ...]
     loss: str
-    """The mean that the loss is, and the sources with weights per token; "" for the plain mean."""
+    """Kind of mean, and the sources with weights per token; "" for the plain mean."""
 
     def __str__(self) -> str:
         lines = []
@@ -275,8 +275,8 @@ class RunPlan:
         return "\n".join([*rows, *often_repeated(self)])
 
 
-# Epochs above which a plan warns of repeats. Up to four epochs of all data cost next to nothing,
-# later ones bring less and less (Muennighoff et al. 2023, arXiv 2305.16264); a scarce source of a
+# Epochs above which a plan warns of repeats. Up to four epochs train almost as well as new data,
+# later ones help less and less (Muennighoff et al. 2023, arXiv 2305.16264); a scarce source of a
 # mixture can be repeated 15 to 20 times (arXiv 2605.12715).
 EPOCHS_OF_MOST = 4
 EPOCHS_OF_SCARCE = 15
@@ -291,8 +291,8 @@ def often_repeated(plan: RunPlan) -> list[str]:
         bound = EPOCHS_OF_MOST if is_large else EPOCHS_OF_SCARCE
         if source.epochs > bound:
             reason = (
-                f"up to {bound} epochs cost next to nothing, later ones bring less and less (arXiv "
-                "2305.16264)"
+                f"up to {bound} epochs train almost as well as new data, later ones help less and "
+                "less (arXiv 2305.16264)"
                 if is_large
                 else f"a scarce source of a mixture bears {bound} to 20 (arXiv 2605.12715)"
             )
@@ -304,7 +304,7 @@ def often_repeated(plan: RunPlan) -> list[str]:
 
 
 def plan_run(schedule: Schedule, num_steps: int) -> RunPlan:
-    """Count the content of the first ``num_steps`` steps; the data's size does not matter."""
+    """Return the plan of the first ``num_steps`` steps, in time independent of the data's size."""
     return RunPlan(
         num_steps=num_steps,
         stages=tuple(_plan_stage(stage, end) for stage, end in schedule.spans(num_steps)),
@@ -350,7 +350,7 @@ def describe_fim(stage: StageDraws) -> str:
 
 
 def _shares(schedule: Schedule, num_steps: int) -> tuple[SourceShare, ...]:
-    """Count the tokens of all sources; weights are the mean over the stages, by their tokens."""
+    """Return the shares of all sources; a weight is the mean over the stages, by their tokens."""
     samples = schedule.samples
     per_epoch = samples.tokens_per_epoch
     samples_taken = {c: np.zeros(len(per_epoch), np.int64) for c in schedule.capacities}

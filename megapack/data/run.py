@@ -1,4 +1,4 @@
-"""Data of a run: its section of the configuration, and the one function that opens it.
+"""Data of a run: the section of its configuration, and ``open_run``, which opens the data.
 
     open_run(config).sampler(rank=3, num_ranks=64).micro_batches(1200)
 
@@ -72,8 +72,8 @@ class DataConfig(StepConfig):
     fim: FimConfig | None = None
     """Fill-in-the-middle of prefix and index; the manifest of a blend has its own."""
     pad_last: bool = False
-    """If the ranks do not divide the micro batches of a step: give the remaining ranks an empty
-    micro batch. false: refuse such sizes. Like torch's ``drop_last``, but nothing is dropped."""
+    """If the micro batches of a step are not a multiple of the ranks: give the remaining ranks an
+    empty micro batch. false: refuse such sizes. Unlike torch's ``drop_last``, it drops nothing."""
     verify: bool = True
     """Read the .samples files once per node at start and compare their checksums."""
     check_ranks_every: int = 100
@@ -132,7 +132,7 @@ class Decision:
     state: dict[str, Any] = dataclasses.field(default_factory=dict)
     """State of the rule for its next decision; JSON."""
     void: bool = False
-    """True if a later decision took back the steps that it is based on."""
+    """True if a later decision took back the steps that led to this one."""
 
     @property
     def begin(self) -> int:
@@ -165,7 +165,7 @@ class Decisions:
         return [decision.stage for decision in self.decisions]
 
     def with_new(self, decision: Decision) -> Decisions:
-        """Return the decisions with one more; weights learned from steps it takes back are void."""
+        """Return the decisions with a new one, which voids weights of the steps it takes back."""
 
         def updated(old: Decision) -> Decision:
             is_taken_back = old.by == "mixing" and old.step > decision.begin

@@ -13,8 +13,8 @@ to 4 take
     Epochs(size=3, key=...).samples(1, 4)              # -> 0 1 1 2
     Epochs(size=3, key=..., move=Move(1, [1, 0]))      # -> 1 0 1 2
 
-A move permutes samples within epochs, so every epoch still has every sample once. Samples are
-counted from the bucket's first one here.
+A move permutes samples within epochs, so every epoch still has every sample once. In this module
+samples are numbered within the bucket, from 0.
 """
 
 from __future__ import annotations
@@ -150,9 +150,10 @@ class Scores:
 class ScoreOrder:
     """Order of one bucket of a source by the mean score of the documents, weighted by their tokens.
 
-    Samples of equal score are shuffled in every epoch; so a score with few values makes phases. If
-    the best documents come last, a learning rate that has decayed by then wastes them: decay it
-    moderately, or keep it and average the last checkpoints (Luo et al., arXiv 2511.18903).
+    Samples of equal score are shuffled in every epoch; so a score with few distinct values divides
+    the epoch into phases. If the best documents come last, a learning rate that has decayed by then
+    wastes them: decay it moderately, or keep it and average the last checkpoints (Luo et al., arXiv
+    2511.18903).
 
     Args:
         means: (samples,) score of each; the lowest comes first.

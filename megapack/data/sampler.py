@@ -14,9 +14,9 @@ first, each to the least loaded rank. This costs nothing at run time and changes
 The loss of a step is the sum of losses times ``loss_mask`` over all micro batches and ranks,
 divided by ``step_label_weight``. Both follow from the index and the weights, so they are known
 before the step and do not depend on the number of ranks. With w the weight of a token
-(``PREFIX.weights``; 1), f that of its source (``loss_weight``; 1), W the sum of w over the labels
-of a sequence, M the sum of f over the sequences of the step with a label, and K the sum of f w over
-all its labels:
+(``PREFIX.weights``, else 1), f that of its source (``loss_weight``, else 1), W the sum of w over
+the labels of a sequence, M the sum of f over the sequences of the step with a label, and K the sum
+of f w over all its labels:
 
     loss             loss_mask       step_label_weight
     token_mean       f w             K
@@ -100,7 +100,7 @@ def assign(
     """Assign the samples of a draw; every rank computes the same.
 
     Args:
-        costs: (samples,) int64 attention work; micro batches divide the samples.
+        costs: (samples,) int64 attention work; a multiple of ``num_micro_batches`` samples.
         num_ranks: data-parallel ranks. If they do not divide the micro batches, the first ranks
             have one more.
         num_micro_batches: of all ranks together.
@@ -153,9 +153,9 @@ class BucketBatchSampler(Sampler[MicroBatch]):
         start_step: first step, counted from the beginning of the run.
         num_steps: number of steps; None: to the end of the first epoch.
         dealing: ``balanced``: equal attention work per rank; ``in_order``: as scheduled.
-        pad_last: if the ranks do not divide the micro batches of a step, give some ranks an empty
-            micro batch at the end (all padding, no labels), so that a run can continue on fewer
-            nodes; False: refuse such sizes. Like torch's ``drop_last``, but nothing is dropped.
+        pad_last: if the micro batches of a step are not a multiple of the ranks, give some ranks an
+            empty micro batch at the end (all padding, no labels), so that a run can continue on
+            fewer nodes; False: refuse such sizes. Unlike torch's ``drop_last``, it drops nothing.
         sequence_parallel_size: consecutive ranks that share the samples longer than
             micro_batch_tokens (``ranks_per_micro_batch``).
         samples: of the dataset that gathers them; None: the schedule's.
@@ -380,7 +380,7 @@ def weigh_step(schedule: Schedule, content: Step, samples: SampleSource) -> Step
 
 
 def refuse_token_weights(samples: SampleSource, refuse: Callable[[str, str], NoReturn]) -> None:
-    """Call ``refuse`` if the loss masks carry weights: this caller only counts labels.
+    """Call ``refuse`` if loss masks have weights, for callers that only count labels.
 
     Args:
         samples: of the run.

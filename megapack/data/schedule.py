@@ -20,9 +20,9 @@ of n samples gives element ``c mod n`` of the order of its epoch ``c div n``
 (``megapack.data.sample_order``). So within an epoch of a source's bucket no sample is repeated or
 missed, also across stages.
 
-In every stage the blend is exact: among the first n samples of a bucket, the number of each source
-is n times its weight, within 1.69. Over k stages these errors add up to at most 1.69 k; a stage
-after skipped steps counts twice, since it is bounded at both ends.
+In every stage the blend is exact: of the first n samples of a bucket, each source provides n times
+its weight, within 1.69. Over k stages these errors add up to at most 1.69 k; a stage after skipped
+steps counts twice, since it has this error at its first and at its last draw.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Draw:
         bucket: number of the bucket among those that have samples, by rising capacity.
         capacity: tokens per sample.
         sample_ids: (samples,) int64, global ids; fewer where a finite schedule ends.
-        view: what the step requires of these samples.
+        view: requirements of the step on these samples.
     """
 
     bucket: int
@@ -86,7 +86,7 @@ class Step:
 
     Attributes:
         index: of the step, counted from 0.
-        draws: what it holds.
+        draws: draws of the step, in order.
         count_labels: (sample ids, view) -> tokens of each sample that have a label.
     """
 
@@ -237,7 +237,7 @@ class StageDraws:
         return self._first_draw + (step - self.begin) * self.config.draws_per_step
 
     def num_draws(self, step: int) -> Ids:
-        """Return (buckets,) the draws of each bucket from the stage's begin up to a step."""
+        """Return (buckets,) the draws of each bucket from the start of the stage up to a step."""
         return self.draws.counts(self.draw_of(step)) - self.draws.counts(self._first_draw)
 
     def step_draws(self, step: int, view: StepView | None = None) -> tuple[Draw, ...]:
@@ -260,7 +260,7 @@ class StageDraws:
     def taken(self, step: int) -> Iterator[tuple[int, Ids, Ids]]:
         """Yield (capacity, sources, samples drawn from each before a step) of every bucket.
 
-        Counts from the stage's begin, without skipped steps.
+        Counts from the start of the stage, without skipped steps.
         """
         firsts, ends = self._ends(self._first_draw), self._ends(self.draw_of(step))
         for stream, first, end in zip(self.buckets, firsts, ends, strict=True):
@@ -351,9 +351,9 @@ class StageDraws:
         return [step for step in steps if step < end]
 
     def last_step(self, source: int, capacity: int, samples: Ids, end: int) -> int:
-        """Return the last step before ``end`` that draws one of some samples of a source's bucket.
+        """Return the last step before ``end`` that draws one of ``samples`` of a source's bucket.
 
-        Samples are counted from the bucket's first one; the stage must draw one before ``end``.
+        Samples are numbered within the bucket; the stage must draw one of them before ``end``.
         """
         [(b, i)] = self._stream_of(source, capacity)
         position = self.buckets[b].latest(i, samples, self._ends(self.draw_of(end))[b])
@@ -534,7 +534,7 @@ class Schedule:
     def shortest_step(self, begin: int, end: int) -> int:
         """Return the first of steps ``[begin, end)`` with samples of their smallest bucket.
 
-        There most documents share a row, which a probe of a model needs.
+        Its rows hold the most documents; a probe of a model needs such a step.
         """
         capacities = [min(draw.capacity for draw in self.step(i).draws) for i in range(begin, end)]
         return begin + capacities.index(min(capacities))

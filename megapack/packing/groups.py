@@ -43,7 +43,7 @@ def read_groups(groups: str, prefix: str, num_documents: int) -> Ids:
     """Return the group ids of all documents of a dataset.
 
     ``groups`` is the path of a .npy, or ``auto``: the dataset ``<prefix>.groups`` with one number
-    per document (``tokenize --group-key``). Raises as ``check_groups``, FormatError and OSError.
+    per document (``tokenize --group-key``). Raises as ``check_groups`` does; FormatError, OSError.
     """
     if groups != "auto":
         return check_groups(np.array(open_npy(groups)), num_documents, groups)

@@ -45,7 +45,7 @@ IDX_CHECKSUMS = "idx_xxh64"
 
 
 def describe_source(dataset: Any, prefix: str) -> dict[str, str]:
-    """Return what a ``.samples`` file records of its dataset; reads the whole .idx.
+    """Return the record of a dataset for its ``.samples`` file; reads the whole .idx.
 
     Args:
         dataset: an IndexedDataset or an IndexFile.

@@ -234,8 +234,8 @@ def pack_shards(
         executor, ray_address: processes of this machine, or one task per shard of a Ray cluster.
         overwrite: replace .samples files of other documents or options.
 
-    Raises as ``ShardPacker.build`` (finished shards remain); MegapackError if a worker was killed
-    or ray is not installed.
+    Raises the errors of ``ShardPacker.build`` (finished shards remain), and MegapackError if a
+    worker was killed or ray is not installed.
     """
     i, n = part or (0, 1)
     if not 0 <= i < n:

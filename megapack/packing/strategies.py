@@ -172,12 +172,12 @@ def _strategy(source: str, *parameters: Parameter, **more: Any) -> Callable[[_Ru
 
 
 def exact_ratio(share: float) -> tuple[int, int]:
-    """Return the decimal that prints as ``share`` as (numerator, denominator): 0.1 is (1, 10)."""
+    """Return the printed decimal of ``share`` as (numerator, denominator): 0.1 is (1, 10)."""
     return Fraction(repr(float(share))).limit_denominator(1 << 62).as_integer_ratio()
 
 
 def largest_overlap(r_max: float, placement: str, capacity: int) -> tuple[int, int]:
-    """Return Seamless Packing's r_max as a ratio; ``published`` rounds as the authors' program."""
+    """Return Seamless Packing's r_max as a ratio; ``published``: rounded like the authors' code."""
     if placement == "published":
         return int(r_max * capacity), capacity
     return exact_ratio(r_max)
@@ -233,8 +233,8 @@ _SHUFFLE = Parameter(
 _ATOM_SIZE = Parameter(
     "atom_size",
     None,
-    "tokens per atom, which is what is shuffled: a divisor or a multiple of the capacity "
-    "(the default)",
+    "tokens per atom, the unit that is shuffled: a divisor or a multiple of the capacity "
+    "(default: the capacity)",
     minimum=1,
     maximum=(1 << 31) - 1,
 )
@@ -244,14 +244,14 @@ _LAST = Parameter(
 _EXTRA_CAPACITY = Parameter(
     "extra_capacity",
     0,
-    "tokens by which a bin may exceed the capacity; what lies past the capacity is dropped",
+    "tokens by which a bin may exceed the capacity; tokens beyond the capacity are dropped",
     minimum=0,
     maximum=1 << 20,
 )
 _POOL_SIZE = Parameter(
     "pool_size",
     1 << 20,
-    "documents per pool (drained pools: on average); what is packed together",
+    "documents per pool (drained pools: on average); documents of a pool are packed together",
     minimum=1,
     maximum=(1 << 63) - 1,
 )
@@ -267,8 +267,8 @@ _BUCKET_LLM = (
     Parameter(
         "padding_threshold",
         0.045,
-        "more space than this share of a bucket is filled with the head of the shortest "
-        "document, less is padded; 1: no document is split for it",
+        "if more than this share of a bucket is free, it is filled with the head of the "
+        "shortest document, else padded; 1: no document is split to fill a bucket",
         minimum=0.0,
         maximum=1.0,
     ),
@@ -349,8 +349,8 @@ def _seamless_preset(placement: str, capacity: int) -> dict[str, Any]:
     Parameter(
         "placement",
         "exact",
-        "where windows begin: evenly, nothing lost; equation 3 as printed; the arithmetic"
-        " of the authors' program",
+        "where windows begin: exact: evenly, no token is lost; paper: equation 3 as printed; "
+        "published: as the authors' program computes it",
         choices=("exact", "paper", "published"),
     ),
     _EXTRA_CAPACITY,
@@ -501,14 +501,14 @@ def _bucket_llm(request: Request, *, pairs: bool) -> Packing:
     Parameter(
         "promote",
         "auto",
-        "a sample that would be padded by more than padding_threshold moves to a larger "
-        "bucket and is filled on; auto: if that saves padding worth having",
+        "on: a sample that would be padded by more than padding_threshold moves to a larger "
+        "bucket and gets more documents; auto: on if that saves enough padding",
         choices=("auto", "on", "off"),
     ),
     Parameter(
         "padding_threshold",
         0.05,
-        "share of a bucket's capacity above which its space counts for promote",
+        "free share of a bucket's capacity above which promote moves the sample",
         minimum=0.0,
         maximum=1.0,
     ),

@@ -108,7 +108,7 @@ def _karmarkar_karp(
 ) -> StepPlan:
     """Divide documents by cost among groups, then each group's among its micro batches.
 
-    Their number is what the fullest group's tokens need; a micro batch may exceed max_tokens.
+    The fullest group's tokens decide the number of micro batches; one may exceed max_tokens.
     """
 
     def divide(documents: list[int], num_parts: int) -> list[list[int]]:

@@ -1,7 +1,7 @@
 """Rows of a plan for trainers with context parallelism, in Megatron-core's layout and names.
 
-A group of ranks has its documents as one row ("thd"). Each document is padded to a multiple of
-``2 x local_cp_size`` chunks; a rank holds an early and a late chunk, so causal work is equal.
+A group of ranks has its documents as one row ("thd"). Each document is padded and divided into
+``2 x local_cp_size`` equal chunks; a rank holds an early and a late one, so causal work is equal.
 
     context_parallel_indices(np.array([0, 4, 12]), cp_size=2, cp_rank=0)  # documents of 4 and 8
     # -> [0, 3, 4, 5, 10, 11]: chunks 0 and 3 of 4 of each document; rank 1 holds chunks 1 and 2
@@ -67,7 +67,7 @@ def rank_micro_batches(
         rank: rank in the group of data and context parallelism together.
         lengths: (documents,) integers, tokens without padding; None: the plan's lengths.
         align: tokens. Megatron's sequence parallelism divides a rank's part by the tensor parallel
-            size: that times ``2 x max_context_parallel_size`` always suffices.
+            size; the tensor parallel size times ``2 x max_context_parallel_size`` always suffices.
 
     Raises:
         ValueError: `rank` or `align` is out of range, `lengths` do not match the plan, or a row is

@@ -67,7 +67,7 @@ class StepPlanner:
             balances micro batches better. If the window is smaller than a micro batch, documents
             wait until a micro batch is full.
         num_ranks .. balance: as in ``plan_step``.
-        micro_batch_multiple: ``add`` returns a multiple of this number.
+        micro_batch_multiple: ``add`` returns a multiple of this number of micro batches.
 
     Raises:
         ValueError: an argument is out of range.
@@ -336,7 +336,7 @@ class StepPlanner:
         return len(self._groups) - bisect.bisect_left(self._groups, self._groups[-1])
 
     def _plan_complete(self) -> list[PlannedMicroBatch]:
-        """Note that all waiting groups are complete; return the micro batches that they fill."""
+        """Mark all waiting documents as complete; return the micro batches that they fill."""
         self._num_complete = len(self._ids)
         if self._num_complete < self._window:
             return []

@@ -163,7 +163,7 @@ class StepPlan:
     def tokens(self) -> NDArray[np.float64]:
         """(micro batches, ranks): tokens of a rank; each of d ranks has 1/d of its group's tokens.
 
-        Also rounded up, as trainers do, they do not exceed the budget.
+        Even if a trainer rounds them up to integers, they do not exceed the budget.
         """
         return self._per_rank(self.lengths)
 
@@ -221,7 +221,7 @@ def plan_step(
     """Assign documents so that ranks have equal work, in as few micro batches as possible.
 
     A rank's work in a micro batch is the sum of its documents' costs. `balance` names the path to
-    minimize; with several kinds of cost, the kind that is longest relative to its lower bound.
+    minimize; with several kinds of cost, the path of the kind furthest above its lower bound.
     First, documents are assigned, most expensive first, to the rank with the least work; bins with
     similar work form one micro batch. Then documents are exchanged between the busiest rank and
     others while that helps, up to a fixed number of attempts. Eight documents of 9,216, 32,512,
@@ -229,8 +229,8 @@ def plan_step(
     batches, 1.006 of the ideal per step, which is the optimum.
 
     With `max_context_parallel_size` above 1, the fewest ranks that can hold a document share it.
-    More ranks share a document that would be more than half of their attention, unless linear
-    layers (`linear_cost_tokens`) cost so much that it makes no difference.
+    More ranks share a document if it would cause more than half of a rank's attention, unless the
+    linear layers (`linear_cost_tokens`) cost so much that sharing makes no difference.
 
     The number of micro batches is ``ceil(tokens / (num_ranks x max_tokens_per_rank))`` if such an
     assignment is found, if necessary by sharing documents among more ranks. It is larger if

@@ -3,16 +3,14 @@
 Differences to the paper, and choices that it leaves open:
 
 * One epoch instead of two: a repeated order would make atoms differ by more than their size.
-* The schedule shuffles atoms of one MSL; packing shuffles atoms of other sizes, and the schedule
-  keeps
-  its order (``sequential``), so that the pieces of a large atom stay neighbors.
+* The schedule shuffles atoms of one MSL. Atoms of other sizes are shuffled by packing, and the
+  schedule keeps that order (``sequential``), so that the pieces of a large atom stay neighbors.
 * The paper ends every padded atom with EOS; here documents end with EOS, atoms do not.
 * The label of an atom's last token is its true successor in the document. If labels are the inputs
   shifted by one, as usual, it is the first token of a random atom: with atoms of 16 tokens, one
   label in 16 is unpredictable. Concat is also trained with such labels.
 * The paper's perplexity is that of training, on samples that differ between atoms and strategies.
-  It is
-  reported together with the perplexity of the same held-out documents for all.
+  The report has it, and the perplexity of held-out documents, which are the same for all arms.
 """
 
 from __future__ import annotations
@@ -55,15 +53,15 @@ STEPS = {  # Table 3; MSL: batch, steps of concat, steps of padding
 
 
 def arm(strategy: str, share: float = 1.0, *, capacity: int = MSL, shifted: bool = False) -> str:
-    """The name of a variant."""
+    """Return the name of an arm."""
     name = f"{STRATEGIES[strategy]}, atom {share:g} MSL"
     name += f", MSL {capacity}" if capacity != MSL else ""
     return name + (", shifted labels" if shifted else "")
 
 
 def tables() -> list[dict[str, dict[str, Any]]]:
-    """Arms that are ranked among themselves (A.6), with what each changes: both halves of Table 2,
-    Table 3 at its other lengths, and concat with the labels of shifted inputs."""
+    """Return groups of arms, each ranked by itself (A.6), as name -> changed fields: both halves of
+    Table 2, Table 3 at its other lengths, and concat with the labels of shifted inputs."""
 
     def own(strategy: str, share: float = 1.0, capacity: int = MSL, shifted: bool = False) -> Any:
         return arm(strategy, share, capacity=capacity, shifted=shifted), {
@@ -83,8 +81,8 @@ def tables() -> list[dict[str, dict[str, Any]]]:
 
 
 def runs(scale: Scale) -> list[Run]:
-    """All arms times seeds, on short prose as in A.1: no document below about 50 words, 188 tokens
-    in the mean."""
+    """Return the runs of all arms and seeds, on short prose as in A.1: no document below about 50
+    words, 188 tokens in the mean."""
     documents = Corpus(
         domain="prose", min_bytes=250, max_bytes=700,
         train_bytes=scale.pick(cpu=1_150_000, quick=60_000, gpu=2_000_000),
@@ -110,11 +108,11 @@ def runs(scale: Scale) -> list[Run]:
 
 
 def table_3_steps() -> list[Row]:
-    """Table 3: training steps of two epochs, concat and padding, atom size = MSL.
+    """Compute Table 3: training steps of two epochs, concat and padding, atom size = MSL.
 
-    Padding there cuts a document in pieces of MSL - 1 tokens and ends each with EOS: a document of
-    n tokens becomes one of n + ceil(n / (MSL - 1)), cut at MSL. The paper prints the number and the
-    mean of the lengths; their shape here is a gamma law (shape 2) from 40 on.
+    The paper's padding cuts a document into pieces of MSL - 1 tokens and ends each with EOS: a
+    document of n tokens becomes one of n + ceil(n / (MSL - 1)), cut at MSL. The paper prints the
+    number and the mean of the lengths; here they are 40 plus a gamma distribution (shape 2).
     """
     generator = np.random.default_rng(0)
     lengths = 40 + generator.gamma(2.0, (NUM_TOKENS / NUM_DOCUMENTS - 40) / 2, NUM_DOCUMENTS)
@@ -136,7 +134,7 @@ def table_3_steps() -> list[Row]:
 
 
 class Figures:
-    """Figures of every arm, one per seed in each list."""
+    """Figures of every arm; each list has one number per seed."""
 
     def __init__(self, results: list[Result]) -> None:
         self.results = by_name(results)
@@ -145,14 +143,14 @@ class Figures:
         self.rank: dict[str, list[float]] = {name: [] for name in self.results}
         for names in tables():
             for same_seed in zip(*(self.results[name] for name in names), strict=True):
-                # Runs of a handful of steps (QUICK) end within their first epoch.
+                # Runs of a few steps (QUICK) end within their first epoch.
                 curves = {r.run.name: _whole_epoch(r.curve()) for r in same_seed}
                 for name, standing in standings(curves).items():
                     self.final[name].append(standing.final_perplexity)
                     self.rank[name].append(standing.mean_rank)
 
     def at_equal_steps(self) -> list[float]:
-        """Held-out perplexity of padding when concat is done, one per seed."""
+        """Return the held-out perplexity of padding at the last step of concat, one per seed."""
         result = []
         arms = (self.results[arm(of)] for of in ("pad", "concat"))
         for padded, joined in zip(*arms, strict=True):
@@ -162,13 +160,13 @@ class Figures:
 
 
 def _whole_epoch(curve: Curve) -> Curve:
-    """A curve whose end is one epoch, also where a run was cut short."""
+    """Return a curve that ends at one epoch; stretch the curve of a run that ended earlier."""
     end = curve.epoch[-1]
     return curve if end >= 1 - 1e-9 else Curve(curve.epoch / end, curve.perplexity)
 
 
 def rows(results: list[Result]) -> list[dict[str, Any]]:
-    """Table 2, what it does not print, and the controls."""
+    """Return one row per arm: training and held-out perplexity, ranking, the paper's figure."""
     figures = Figures(results)
     printed = {arm(s, share): of[share] for s, of in TABLE_2.items() for share in ATOMS}
     for capacity, perplexities in TABLE_3.items():
@@ -186,7 +184,7 @@ def rows(results: list[Result]) -> list[dict[str, Any]]:
 
 
 def claims(results: list[Result]) -> list[Claim]:
-    """Tables 2 and 3."""
+    """Return the claims of Tables 2 and 3 and of Figure 3."""
     figures = Figures(results)
     found = []
     for strategy in STRATEGIES:
@@ -213,7 +211,7 @@ _WHY = {
 def _atoms(
     figures: Figures, strategy: str, shares: tuple[float, ...], words: str, shifted: bool = False
 ) -> list[Claim]:
-    """Atoms of other sizes against 1 MSL, by each of three measures."""
+    """Compare atoms of other sizes with 1 MSL, by each of three measures."""
     best, printed = arm(strategy, shifted=shifted), TABLE_2[strategy]
     labels = "labels of shifted inputs" if shifted else "true successors as labels"
     found = []
@@ -234,7 +232,7 @@ def _atoms(
 
 
 def _strategies(figures: Figures, capacity: int) -> list[Claim]:
-    """Concat against padding at one MSL."""
+    """Compare concat with padding at one MSL."""
     joined, padded = (arm(strategy, capacity=capacity) for strategy in STRATEGIES)
     (_, joined_steps, padded_steps), (low, high) = STEPS[capacity], TABLE_3[capacity]
     epoch = [figures.results[name][0].summary["steps_per_epoch"] for name in (padded, joined)]
@@ -262,7 +260,7 @@ def _strategies(figures: Figures, capacity: int) -> list[Claim]:
 
 
 def plots(results: list[Result], folder: Path) -> None:
-    """Figures 1 and 2: training perplexity over the epoch, smoothed (A.7), mean of the seeds."""
+    """Plot Figures 1 and 2: training perplexity over the epoch, smoothed (A.7), mean of seeds."""
     groups = by_name(results)
     for strategy, words in STRATEGIES.items():
         curves = {}

@@ -1,10 +1,10 @@
-"""Files of a folder in one sample, each attending to earlier ones: is it useful, and when?
+"""Do files of a folder in one sample, each attending to earlier ones, improve a model, and when?
 
 A group is the folder of a file; whole folders are held out. One pair of arms compares the feature
 with the default; two others are controls: grouping alone (masks hide other documents), and
 attention across documents alone (shuffled ids, so that neighbors are unrelated). All held-out files
-are scored alone, and those after other files of their folder with these: two arms are always
-compared on the same files and tokens.
+are scored alone; files that follow others of their folder are also scored with these in view. Two
+arms are always compared on the same files and tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EQUAL = (
 )
 GROUPS, DEFAULT = "folders, attention in groups", "files, attention in documents (the default)"
 MASKED, STRANGERS = "folders, attention in documents", "shuffled ids, attention in groups"
-STEP = 4  # samples of a step: with one, a step is one folder, and the gradient that of few files
+STEP = 4  # samples per step; with one sample, the gradient would be that of a few files
 
 ARMS: dict[str, dict[str, Any]] = {
     DEFAULT: {"groups": None, "data": {"attention": "document"}},
@@ -38,7 +38,7 @@ ARMS: dict[str, dict[str, Any]] = {
 
 
 def runs(scale: Scale) -> list[Run]:
-    """Four ways to put files together times seeds."""
+    """Return the runs of four groupings and all seeds."""
     corpus = Corpus(
         domain="code", train_bytes=scale.pick(cpu=530_000, quick=150_000, gpu=20_000_000),
         valid_bytes=scale.pick(cpu=47_000, quick=15_000, gpu=500_000), min_bytes=100,
@@ -56,8 +56,8 @@ def runs(scale: Scale) -> list[Run]:
 
 
 def rows(results: list[Result]) -> list[dict[str, Any]]:
-    """One line per arm: all files alone; those behind others without and with these in view, and
-    what the view changes, in per cent."""
+    """Return one row per arm: perplexity of all files alone, and of files after others of their
+    folder without and with these in view, with the change in per cent."""
     arms, whole = by_name(results), scores(results)
     found = []
     for name, group in arms.items():
@@ -73,7 +73,7 @@ def rows(results: list[Result]) -> list[dict[str, Any]]:
 
 
 def claims(results: list[Result]) -> list[Claim]:
-    """Claims: benefits and costs of groups, and the effects of grouping and of attention."""
+    """Return the claims about benefits and costs of groups, of grouping, and of attention."""
     arms, whole = by_name(results), scores(results)
     alone = {name: probed(group, "alone") for name, group in arms.items()}
     behind = {name: probed(group, "behind") for name, group in arms.items()}
@@ -82,34 +82,36 @@ def claims(results: list[Result]) -> list[Claim]:
     state = partial(stated, what="perplexity")
     return [
         state({GROUPS: behind[GROUPS], DEFAULT: alone[DEFAULT]}, below, GROUPS, DEFAULT,
-              "a model of folders that is given the files before reads a file better than a model "
-              "of single files that is given none",
+              "a model trained on folders, with earlier files in view, predicts a file better than "
+              "a model trained on single files, with none in view",
               source="In-Context Pretraining, arXiv 2310.10638",
               paper="related documents in a context: lower perplexity",
               why=f"{files}; each arm as it was trained"),
         state(behind, below, GROUPS, DEFAULT,
-              "given the files before, a model of folders is better than a model of single files",
+              "with earlier files in view, a model trained on folders is better than one trained "
+              "on single files",
               why=f"{files}, in view of both models"),
         state({GROUPS: behind[GROUPS], "alone": alone[GROUPS]}, below, GROUPS, "alone",
-              "a model of folders reads a file better behind others of its folder than alone",
+              "a model trained on folders predicts a file better after others of its folder than "
+              "alone",
               why=f"{files}, with and without these in view"),
         state(behind, below, GROUPS, STRANGERS,
-              "it is the folder: strangers in view while training teach less",
+              "the relation matters: training with unrelated files in view helps less",
               why=f"{files}, in view of both models; the same number of documents to a group"),
         state(whole, same, GROUPS, DEFAULT,
-              "read alone, a file loses nothing by groups (within 1 %)", within=0.01,
+              "groups do not worsen the perplexity of files alone (within 1 %)", within=0.01,
               why="all held-out files, each by itself, from position 0"),
         state(whole, same, MASKED, DEFAULT,
-              "behind masks between documents grouping changes nothing (within 1 %)", within=0.01,
+              "with masks between documents, grouping changes nothing (within 1 %)", within=0.01,
               why="all held-out files, each by itself; only which files share a step differs"),
         state(whole, below, DEFAULT, STRANGERS,
-              "attention across strangers makes a worse reader of single files",
+              "attention across unrelated files makes a model worse on single files",
               source="Blog 4.1", paper="learns spurious correlations, no figure",
               why="all held-out files, each by itself"),
     ]  # fmt: skip
 
 
 def plots(results: list[Result], folder: Path) -> None:
-    """Held-out perplexity of files alone over the steps."""
+    """Plot the held-out perplexity of files alone over the steps."""
     what = "perplexity of held-out files, each alone"
     plot_over_steps(folder / "groups_alone.png", results, y=what)

@@ -1,10 +1,10 @@
-"""Which packing, at equal tokens: pieces or whole documents, one bucket a step or several, masks.
+"""Compare packings at equal tokens: cut or whole documents, one or several buckets a step, masks.
 
-No paper compares these under masks, and it is what a user has to decide: concatenate-and-chunk
-cuts documents and fills every step with a mixture of them, best fit keeps them whole, buckets keep
-them whole and choose which lengths a step holds. With attention inside documents all cost the same,
-token by token. A label is the next token of its document, also behind a cut, so no arm loses labels
-by its cuts. Steps hold twelve samples of the longest bucket.
+No paper compares these with masks, but a user has to choose one: concatenate-and-chunk cuts
+documents and mixes them in every step; best fit keeps them whole; buckets keep them whole and
+decide which lengths a step has. With attention inside documents, all cost the same per token. A
+label is the next token of its document, also after a cut, so no arm loses labels by its cuts. A
+step has as many tokens as twelve samples of the longest bucket.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ ONE, MIXED = "bucket, one per step", "bucket, mix: micro_step"
 CLASSIC, CLASSIC_ONE = "concat, 8k, without masks", "bucket, one per step, without masks"
 CLASSIC_LLM = "BucketLLM, without masks"
 STEP = 12  # samples of the longest bucket
-CUT = 0.2  # as many documents as concat of 16k cuts
+CUT = 0.2  # share of documents to cut; concat of 16k cuts about as many
 
 
 def runs(scale: Scale) -> list[Run]:
-    """Ten packings times seeds; at SCALE=long the four that the first question is about."""
+    """Return the runs of ten packings and all seeds; at SCALE=long, of the first four packings."""
     setting = Setting(scale)
     ladder = setting.ladder
     largest, short, usual = ladder[-1:], ladder[2:3], ladder[3:4]
     micro = 2 * ladder[-1]
     mixed = {"mix": "micro_step", "micro_step_tokens": micro}
     usual_corpus = setting.corpus
-    # More of the same documents where the run is longer: no token comes twice.
+    # A longer run needs more documents, so that no token is repeated.
     more = replace(usual_corpus, train_bytes=9_500_000)
     corpus = scale.pick(cpu=usual_corpus, gpu=usual_corpus, long=more)
     steps = scale.pick(cpu=40, quick=1, gpu=60, long=200)
@@ -68,7 +68,7 @@ def runs(scale: Scale) -> list[Run]:
 
 
 def rows(results: list[Result]) -> list[dict[str, Any]]:
-    """One line per packing; changes are against concatenation with masks, in per cent."""
+    """Return one row per packing; changes are relative to concatenation with masks, in per cent."""
     values = scores(results)
     return [
         {
@@ -84,7 +84,7 @@ def rows(results: list[Result]) -> list[dict[str, Any]]:
 
 
 def claims(results: list[Result]) -> list[Claim]:
-    """Claims: the effects of masks, whole documents and mixed steps."""
+    """Return the claims about masks, whole documents and mixed steps."""
     values = scores(results)
     masks = "the same samples in the same order; only what attends to what differs"
     tokens = "equal tokens, steps and learning rates, paired seeds; every document scored by itself"
@@ -122,7 +122,7 @@ def claims(results: list[Result]) -> list[Claim]:
 
 
 def plots(results: list[Result], folder: Path) -> None:
-    """Validation perplexity over tokens, relative to the first arm, and by context length."""
+    """Plot validation perplexity over tokens, relative to the first arm, and by context length."""
     arms = by_name(results)
     means = {name: mean_evaluations(group) for name, group in arms.items()}
     tokens = [at["tokens"] for at in means[CONCAT]]

@@ -27,7 +27,7 @@ void parallel_for(int threads, std::int64_t count, const std::function<void(std:
     try {
         for (std::int64_t t = 1; t < helpers; ++t) others.emplace_back(work);
     } catch (...) {
-        // The system refuses another thread: those that did start do the rest.
+        // The system refused another thread; the threads that started do the rest.
     }
     work();
     for (std::thread& thread : others) thread.join();

@@ -47,12 +47,12 @@ MEGAPACK_WIDEN(std::int32_t)
 MEGAPACK_WIDEN(std::int64_t)
 #undef MEGAPACK_WIDEN
 
-// to[i] = element at + i of the array, as int64.
+// to[i] = from[at + i], as int64.
 void widen(const TokenArray& from, std::int64_t at, std::int64_t count, std::int64_t* to) {
     with_type(from, at, [=](const auto* tokens) { widen_each(tokens, count, to); });
 }
 
-// The same of a label file: negative labels become kNoLabel.
+// The same for a label file: negative labels become kNoLabel.
 void widen_chosen(const TokenArray& from, std::int64_t at, std::int64_t count, std::int64_t* to) {
     with_type(from, at, [=](const auto* chosen) {
         for (std::int64_t i = 0; i < count; ++i) {
@@ -85,8 +85,8 @@ MEGAPACK_CLONES std::int64_t sum_units(const std::uint16_t* weights, std::int64_
     return sum;
 }
 
-// mask[i] = weight i * factor, without a conversion instruction. 11 significant bits: float is
-// exact.
+// mask[i] = weight i * factor, without a conversion instruction. A weight has 11 significant bits,
+// so float is exact.
 MEGAPACK_CLONES void fill_weights_by_units(const std::uint16_t* weights, std::int64_t count,
                                            float factor, float* mask) {
     for (std::int64_t i = 0; i < count; ++i)
@@ -163,7 +163,8 @@ void add_labels(const Shard& shard, std::int64_t at, std::int64_t count, std::in
     });
 }
 
-// Counts the labels of `length` tokens from token_begin on, or of runs; a first run is one token.
+// Counts the labels of `length` tokens from token_begin on, or of runs. The first run has one
+// token, which is not a label.
 LabelTotals total_of(const Shard& shard, std::int64_t token_begin, std::int64_t length,
                      Span<const Run> runs, Label last) {
     std::int64_t labels = 0;
@@ -205,8 +206,9 @@ void weigh_labels(const Shard& shard, std::int64_t at, std::int64_t count, float
     if (shard.has_labels()) clear_unlabeled(labels, count, mask);
 }
 
-// Prefetches tokens, labels and weights: samples are in random order, so no cache has them. A few
-// at a time, because a processor has a limited number of memory requests and writing needs some.
+// Prefetches tokens, labels and weights: samples are in random order, so no cache has them. Each
+// call prefetches a few tokens, because a processor can have only a limited number of memory
+// requests in flight, and writing needs some of them.
 class Prefetcher {
   public:
     explicit Prefetcher(const std::vector<Piece>& pieces) : pieces_(pieces) { advance(kAhead); }

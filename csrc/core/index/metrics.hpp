@@ -19,13 +19,14 @@ struct SegmentTotals {
     Wide sample_squares = 0;                      // sum of (tokens in a sample) squared
 };
 
-// Sums segments. Does not need document lengths: random reads would take most of the time.
+// Sums over segments. Does not read document lengths, because these random reads would take most
+// of the time.
 SegmentTotals measure(const SampleView& samples, std::int64_t num_documents);
 
 // Counts the segments that are whole documents.
 std::int64_t whole_documents(const SampleView& samples, const Integers& lengths);
 
-// Returns, per sample, the tokens with a next token in their document.
+// Returns, per sample, the number of tokens that have a next token in their document.
 std::vector<std::int64_t> label_tokens(const SampleView& samples, const Integers& lengths);
 
 // Returns, per sample, the sum of squared segment lengths: the work of attention inside documents.
@@ -33,7 +34,7 @@ std::vector<std::int64_t> label_tokens(const SampleView& samples, const Integers
 std::vector<std::int64_t> attention_cost(const SampleView& samples);
 
 // Returns the attention work of some samples of one capacity in token pairs: the sum of squared
-// segment lengths; padding is a segment, too. With whole = true a sample is one segment. Multiply
+// segment lengths. Padding counts as a segment. With whole = true a sample is one segment. Multiply
 // by the head work of a layer to get FLOPs; the work of linear layers is equal for all samples of a
 // capacity. Reads only sample_segment_offsets and segment_length.
 std::vector<std::int64_t> attention_cost_of(const SampleView& samples,

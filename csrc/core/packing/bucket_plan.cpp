@@ -176,7 +176,7 @@ std::int64_t BucketPlanner::shortest_unchosen() const {
     return length;
 }
 
-// Takes `amount` documents of a class; returns the number of the first.
+// Takes `amount` documents of a length; returns the rank of the first among those of its length.
 std::int64_t BucketPlanner::take(std::int64_t length, std::int64_t amount) {
     if ((counts_[length] -= amount) == 0) present_.erase(length);
     return std::exchange(taken_[length], taken_[length] + amount);

@@ -15,7 +15,7 @@ namespace megapack {
 struct Items {
     std::int64_t kinds = 1;
     std::vector<std::int64_t> tokens, squares, documents, family;  // per item; family: -1, none
-    // cost[i * kinds + k]: of item i and kind k, in units in which no path is below `unit`.
+    // cost[i * kinds + k]: cost of item i and kind k, in units such that no path is below `unit`.
     std::vector<std::int64_t> cost;
     std::int64_t unit = 0;
     // If costs are capped: the cost in other units, rounded up, and the cap of a rank per kind.
@@ -75,7 +75,7 @@ class Assignment {
     void swap(std::int64_t place, std::int64_t bin, std::int64_t other_place, std::int64_t other);
     void swap_ranks(std::int64_t bin, std::int64_t other);
 
-    // Moves an item of a bin with several into each empty bin.
+    // Moves one item into each empty bin, from a bin that has several.
     void fill_empty_bins();
 
     // True if a bin has an item that belongs to no family.

@@ -168,8 +168,8 @@ Members single_documents(Span<const std::int64_t> lengths) {
     return members;
 }
 
-// Makes items of the documents of each group, as many documents per item as a bin holds. The items
-// of a group with several ones form a family.
+// Makes items of the documents of each group, as many documents per item as a bin holds. If a group
+// has several items, they form a family.
 Members chunks_of_groups(Span<const std::int64_t> lengths, const Costs& costs,
                          const std::map<std::int64_t, std::vector<std::int64_t>>& groups,
                          const StepRules& rules) {
@@ -301,10 +301,10 @@ StepPlan plan_of(const Assignment& assignment, const Members& members, std::int6
     return plan;
 }
 
-// Returns the micro batches that tokens, documents and capped costs need at least.
+// Returns the least number of micro batches that tokens, documents and capped costs need.
 std::int64_t least_micro_batches(const Items& items, const StepRules& rules) {
-    // Sums every `step`-th value from the k-th on; needs ceil(sum / cap) places, num_ranks at a
-    // time.
+    // Sums every `step`-th value from the k-th on. Returns how many micro batches hold the sum if
+    // each of num_ranks ranks holds `cap`.
     const auto needed = [&](const std::vector<std::int64_t>& values, std::int64_t cap,
                             std::int64_t step = 1, std::int64_t k = 0) {
         std::int64_t sum = 0;
@@ -318,8 +318,9 @@ std::int64_t least_micro_batches(const Items& items, const StepRules& rules) {
     return most;
 }
 
-// Returns assignments of all items to `m` micro batches, none if it finds none. If a single rank
-// can hold every item, tries single ranks and shared documents: groups of ranks may balance worse.
+// Returns the assignments of all items to `m` micro batches that it finds, possibly none. If every
+// item fits on a single rank, it tries single ranks as well as shared documents, because groups of
+// ranks may balance worse.
 std::vector<Assignment> assignments(const Items& items, const StepRules& rules, std::int64_t m) {
     bool single = true, families = false;
     for (std::int64_t i = 0; i < items.size(); ++i) {

@@ -44,8 +44,8 @@ void check_weights(Span<const std::int64_t> weights) {
     check(total > 0, "all ", weights.size(), " weights of a blend are 0");
 }
 
-// Moves the places of the lighter child to the front, both parts in order; returns their number.
-// Without a branch, because the processor cannot predict the child.
+// Moves the places of the lighter child to the front and keeps the order of both parts; returns the
+// number of places moved. The loop has no branch, because the processor could not predict it.
 std::int64_t move_light_to_front(Span<std::int32_t> places, std::uint64_t fraction,
                                  std::uint64_t share, std::int32_t* buffer) {
     std::int64_t light = 0;
@@ -69,8 +69,8 @@ std::int64_t move_light_to_front(Span<std::int32_t> places, std::uint64_t fracti
 Blend::Blend(Span<const std::int64_t> weights)
     : weights_(weights.begin(), weights.end()), num_sources_(weights.size()) {
     check_weights(weights);
-    // Leaves by weight and inner nodes by age both ascend, so the lightest node is the first of one
-    // of the two queues; a leaf wins ties.
+    // Leaves are sorted by weight, and inner nodes are created in ascending weight, so the lightest
+    // node is the first of one of the two queues; a leaf wins ties.
     std::vector<std::int32_t> leaves(num_sources_);
     std::iota(leaves.begin(), leaves.end(), 0);
     std::stable_sort(leaves.begin(), leaves.end(),
