@@ -82,7 +82,7 @@ def apply_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[s
         for parent in parents:
             child = node.setdefault(parent, {})
             if not isinstance(child, dict):
-                raise ConfigError(f"override {item!r}: {parent} is a value without keys; set it")
+                raise ConfigError(f"override {item!r}: {parent} is a single value; set it directly")
             node = child
         node[leaf] = value
     return result

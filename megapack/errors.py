@@ -1,4 +1,4 @@
-"""Exceptions of megapack, and functions that make text safe to print.
+r"""Exceptions of megapack, and functions that make text safe to print.
 
     printable("a\x1b[2Jb")  # -> "a\\u001b[2Jb": text of a corpus cannot clear the screen
 

@@ -257,7 +257,7 @@ def _run_ray(
         raise (cause if isinstance(cause, Exception) else error) from None
     except ray.exceptions.RayError as error:
         raise MegapackError(
-            f"{error} It ran {1 + _RETRIES} times; the usual reason is memory: use fewer "
+            f"{error} The task ran {1 + _RETRIES} times; the usual reason is memory: use fewer "
             "--num-cpus with `ray start`. Finished shards are kept; run the same command to resume"
         ) from error
     finally:

@@ -135,7 +135,7 @@ def run(args: argparse.Namespace) -> None:
         cases, left_out = default_cases(**settings)
     if args.html is not None:
         check_matplotlib()
-        check_target(args.html, overwrite=args.overwrite, difference="it is of another run")
+        check_target(args.html, overwrite=args.overwrite, difference="another run wrote it")
     if args.lengths is None:
         lengths, name = read_document_lengths(args.prefix), Path(args.prefix).name
     else:
@@ -251,8 +251,8 @@ def print_comparison(comparison: Comparison, prefix: str) -> None:
     for label, reason in comparison.left_out.items():
         print(f"left out: {label}: {reason}")
     print(
-        "pad: of the positions; split: of the documents; docs: per sample; dropped, repeated: of\n"
-        f"the tokens; imbal: attention work of the busiest of {comparison.num_ranks} ranks over\n"
+        "pad: % of positions; split: % of documents; docs: per sample; dropped, repeated: % of\n"
+        f"tokens; imbal: attention work of the busiest of {comparison.num_ranks} ranks over\n"
         f"the mean; GPU hours and cost: {short(training.model.parameters)} parameters, "
         f"{training.gpu.name.upper()} at {training.utilization:.0%} of its peak"
     )
@@ -262,9 +262,9 @@ def print_comparison(comparison: Comparison, prefix: str) -> None:
         print("\nplanned steps: documents assigned one by one (megapack.plan_step), not samples")
         print_table(_PLANNED_COLUMNS, comparison.planned)
         print(
-            f"micro: micro batches of {count(first.micro_batch_tokens)} tokens a rank; extra: of "
-            "them, beyond what the tokens need;\nshared: of the tokens; step, micro step: all work "
-            "of the busiest rank over the mean, ranks\nmeeting at every optimizer step or micro "
+            f"micro: micro batches of {count(first.micro_batch_tokens)} tokens a rank; extra: more "
+            "than the tokens need;\nshared: % of tokens; step, micro step: all work of the busiest "
+            "rank over the mean, if ranks\nwait for each other at every optimizer step or micro "
             f"step (step of {best.label}: {best.breakdown.critical_path:.3f});\n"
             f"means of {counted(first.num_steps, 'drawn step')}"
         )

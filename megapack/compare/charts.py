@@ -308,7 +308,7 @@ def trade_off(comparison: Comparison) -> Plot:
 
 
 def attention_cost(comparison: Comparison) -> Plot:
-    """Attention work per token: squared segment, and sample, length per position."""
+    """Attention work per token: squared lengths of segments and of samples, per position."""
     plot = Plot.of_rows(comparison)
     for row, evaluation in enumerate(plot.evaluations):
         for value, colour, below, words in (

@@ -440,7 +440,7 @@ def whole_weights(weights: Sequence[float]) -> list[int]:
     """
     for d, weight in enumerate(weights):
         if not (math.isfinite(weight) and weight >= 0):
-            raise ConfigError(f"weight of index {d} is {weight}; it must be a positive number")
+            raise ConfigError(f"weight of index {d} is {weight}; it must be finite and at least 0")
     ratios = [weight.as_integer_ratio() for weight in weights]  # denominators are powers of two
     common = max((denominator for _, denominator in ratios), default=1)
     return [numerator * (common // denominator) for numerator, denominator in ratios]

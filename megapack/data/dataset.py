@@ -103,8 +103,8 @@ class PackedDataset(Dataset[Batch]):
     ) -> None:
         if attention == "group" and positions == "document":
             raise ConfigError(
-                "positions: document starts anew inside a group, where attention: group continues; "
-                "choose positions: segment (which starts anew with every group) or sample"
+                "positions: document restarts positions inside a group, attention: group continues "
+                "them; choose positions: segment (which restarts with every group) or sample"
             )
         checked_integer("pad_token", pad_token, -(1 << 63), (1 << 63) - 1)
         checked_integer("alignment", alignment, 1, (1 << 31) - 1)

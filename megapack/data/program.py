@@ -57,7 +57,8 @@ def numbered(values: Mapping[str, T], names: Sequence[str], subject: str) -> dic
     for name in values:
         if counts[name] != 1:
             raise ConfigError(
-                f"{subject} {name!r}, which is not one source; sources are {', '.join(names[:20])}"
+                f"{subject} {name!r}, an unknown or ambiguous source; sources are "
+                f"{', '.join(names[:20])}"
             )
     return {numbers[name]: value for name, value in values.items()}
 
@@ -304,7 +305,7 @@ def check_reach(program: Program, subject: object, step: int, remedy: str = _IN_
     largest = max(settings.config.tokens_per_step for settings in program)
     if step * largest > MOST_TOKENS and tokens_before(program, step) > MOST_TOKENS:
         raise ConfigError(
-            f"{subject} reaches to step {step}, and a run has at most 2^53 tokens "
+            f"{subject} reaches step {step}, and a run has at most 2^53 tokens "
             f"({MOST_TOKENS:,}): {remedy}"
         )
 
@@ -344,8 +345,8 @@ def _pieces(
     before = [weight for weight in last.weights if weight is not None]
     if len(before) < len(last.weights):
         raise ConfigError(
-            f"{stage} has a ramp, and the sources have no weights at its begin: give them weights "
-            "in the manifest (their numbers of tokens are the weights now)"
+            f"{stage} has a ramp, and the sources have no weights before it: give them weights in "
+            "the manifest (without weights, their numbers of tokens decide)"
         )
     return list(ramp_pieces(ramp, begin, end, before, after))
 

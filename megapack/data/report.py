@@ -294,7 +294,7 @@ def often_repeated(plan: RunPlan) -> list[str]:
                 f"up to {bound} epochs train almost as well as new data, later ones help less and "
                 "less (arXiv 2305.16264)"
                 if is_large
-                else f"a scarce source of a mixture bears {bound} to 20 (arXiv 2605.12715)"
+                else f"a scarce source can be repeated {bound} to 20 times (arXiv 2605.12715)"
             )
             lines.append(
                 f"warning: source {source.name} is seen {source.epochs:.1f} times: {reason}. Lower "
@@ -395,7 +395,7 @@ def check_epochs(schedule: Schedule, num_steps: int) -> None:
         remedy = f"Lower its weight ({worst.weight:.4g})"
         if planned is None or planned < total:
             now = "" if planned is None else f", which is {planned:,},"
-            remedy += f", set run_tokens{now} to the run's {total:,} so that weights keep to it"
+            remedy += f", set run_tokens{now} to {total:,} so that the weights respect max_epochs"
         raise ConfigError(
             f"{num_steps} steps would repeat source {worst.name} {worst.epochs:.2f} times; "
             f"max_epochs is {limit:g}. {remedy}, run fewer steps, add data, or raise max_epochs"

@@ -93,7 +93,7 @@ class DataConfig(StepConfig):
                 "both"
             )
         if self.blend and self.fim is not None:
-            raise ConfigError("data: fim belongs to prefix and index; give it in the manifest")
+            raise ConfigError("data: fim is for prefix and index; a blend has it in its manifest")
         if self.valid_index is not None and self.valid_prefix is None:
             raise ConfigError(
                 "data: valid_index is given and valid_prefix is not; give its documents, too"
@@ -190,7 +190,7 @@ class Decisions:
 
 DECISIONS = "decisions.json"
 _LOST_DECISIONS = (
-    "remove it, and the run takes the decisions that its newest checkpoint contains, or restore it"
+    "restore it, or remove it: the run then takes the decisions in its newest checkpoint"
 )
 
 

@@ -166,8 +166,8 @@ class StageDraws:
         order, seed = order_named(self.config.order), self.config.seed
         if any(samples.mixture.scores or ()) and not order.shuffled and not finite:
             raise ConfigError(
-                f"order {self.config.order} takes samples as the index has them, and a source has "
-                "scores for another order: leave out one of the two"
+                f"order {self.config.order} draws samples in the order of the index, and a source "
+                "has scores for another order: leave out one of the two"
             )
         self._orders = samples.orders if order.shuffled else {}
         self._before = (before, first)
@@ -202,7 +202,7 @@ class StageDraws:
             # Warn once for all pieces of a ramp.
             if stream.num_samples < count and not (finite or settings.ramping):
                 log.warning(
-                    "bucket %d has %d samples and a draw takes %d of them: it repeats samples. "
+                    "bucket %d has %d samples and a draw needs %d: every draw repeats samples. "
                     "Make steps smaller (tokens_per_step; elsewhere rows_per_block or the global "
                     "batch size), or pack without this bucket",
                     *(stream.capacity, stream.num_samples, count),

@@ -90,8 +90,9 @@ def plan_packing(
         changed = [name for name in PLAN if plain(getattr(existing, name)) != resolved[name]]
         if changed:
             raise ConfigError(
-                f"{path} was packed with another {' and '.join(changed)}: give the same options to "
-                "add datasets to it, another --output, or --overwrite to pack all of them again"
+                f"{path} was packed with other values of {' and '.join(changed)}: give the same "
+                "options to add datasets to it, another --output, or --overwrite to pack all "
+                "of them again"
             )
         known = {place(shard.prefix): shard for shard in existing.shards}
     duplicates = [where for where, times in Counter(map(place, prefixes)).items() if times > 1]

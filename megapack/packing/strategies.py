@@ -239,7 +239,7 @@ _ATOM_SIZE = Parameter(
     maximum=(1 << 31) - 1,
 )
 _LAST = Parameter(
-    "last", "pad", "what becomes of the last, partial sample", choices=("pad", "drop")
+    "last", "pad", "pad or drop the last sample if it is not full", choices=("pad", "drop")
 )
 _EXTRA_CAPACITY = Parameter(
     "extra_capacity",
@@ -477,8 +477,8 @@ def bucket_v0(request: Request) -> Packing:
     presets=_BUCKET_LLM_PRESETS,
 )
 def bucket_llm(request: Request) -> Packing:
-    """the longest document's bucket, then the longest that fit or a better pair; large gaps take
-    the head of the shortest document"""
+    """fill the bucket of the longest document with the longest documents that fit, or with a better
+    pair, and large gaps with the head of the shortest document"""
     return _bucket_llm(request, pairs=True)
 
 
@@ -515,8 +515,8 @@ def _bucket_llm(request: Request, *, pairs: bool) -> Packing:
     Parameter(
         "max_segments",
         None,
-        "segments that a sample of the largest bucket may have, in smaller buckets in "
-        "proportion: cu_seqlens then have a fixed length (default: any number)",
+        "limit of segments of a sample of the largest bucket, for smaller buckets in "
+        "proportion, so that cu_seqlens has a fixed length (default: no limit)",
         minimum=1,
         maximum=(1 << 31) - 1,
     ),
@@ -529,8 +529,8 @@ def _bucket_llm(request: Request, *, pairs: bool) -> Packing:
     many_buckets=True,
 )
 def bucket(request: Request) -> Packing:
-    """the longest document's bucket, then the longest that fit; a document is split only if it is
-    longer than the largest bucket"""
+    """fill the bucket of the longest document with the longest documents that fit; a document is
+    split only if it is longer than the largest bucket"""
     parameters = dict(request.parameters)
     pool_size = parameters.pop("pool_size")
     rules, decisions = _bucket_rules(request, **parameters)

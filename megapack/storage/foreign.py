@@ -276,7 +276,9 @@ def _llm_c(path: Path, _: DTypeLike | None) -> Foreign:
     if magic not in LLM_C_MAGICS:
         raise FormatError(f"{path} does not begin with the header of llm.c")
     if header.size < 256:
-        raise FormatError(f"{path} ends in its header, at byte {num_bytes} of 1024: fetch it again")
+        raise FormatError(
+            f"{path} ends in its header, at byte {num_bytes} of 1024: download it again"
+        )
     version, num_tokens = int(header[1]), int(header[2])
     dtype = np.dtype(LLM_C_MAGICS[magic])
     if version != _LLM_C_VERSIONS[magic]:
@@ -333,7 +335,7 @@ def _flat(path: Path, dtype: DTypeLike | None) -> Foreign:
     if trailing:
         raise FormatError(
             f"{path} does not hold a whole number of {chosen.name} tokens: it has {num_bytes} "
-            "bytes; fetch it again, or give another --dtype"
+            "bytes; download it again, or give another --dtype"
         )
     foreign = Foreign(
         tokens_path=path, dtype=chosen, num_tokens=num_tokens, vocab_size=_nanogpt_vocab_size(path)

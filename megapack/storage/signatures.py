@@ -225,7 +225,7 @@ def _recognize_folder(path: Path) -> str:
             if "chunks" in index:
                 return f"a folder of LitData: {_LITDATA}"
             return mds_remedy(path, index["shards"][0])
-        return "a folder of MDS (MosaicML streaming) with a damaged index.json: fetch it again"
+        return "a folder of MDS (MosaicML streaming) with a damaged index.json: download it again"
     if "dataset_info.json" in names or "state.json" in names:
         return (
             "a folder of Hugging Face datasets: megapack-build tokenize --input "
@@ -233,5 +233,5 @@ def _recognize_folder(path: Path) -> str:
         )
     if any(name.endswith(".tar") for name in names):
         first = next(name for name in names if name.endswith(".tar"))
-        return recognize(path / first) or "a folder with damaged .tar files: fetch them again"
+        return recognize(path / first) or "a folder with damaged .tar files: download them again"
     return "a folder: name one of its files"

@@ -1,7 +1,7 @@
 """Command line of megapack-pretrain, megapack-evaluate and megapack-export: parser, errors, ranks.
 
-It does not import torch, so that most errors appear at once. Launchers use it as a program:
-``python -m megapack.training.command --config demo_cpu --set ...`` prints the run_dir.
+This module does not import torch, so most errors appear at once. Launch scripts run it as a
+program: ``python -m megapack.training.command --config demo_cpu --set ...`` prints the run_dir.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 
 def run_command(work: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
     """Return the exit code of ``work(args)``; print its error."""
-    faulthandler.enable()  # a mapped file that was truncated ends a process with SIGBUS
+    faulthandler.enable()  # SIGBUS ends a process that reads the removed part of a mapped file
     with printable_output():
         try:
             return work(args)
@@ -120,7 +120,7 @@ _RECIPES = Path(__file__).parents[1] / "configs"
 
 
 def read_config(name: str, overrides: Sequence[str] = ()) -> PretrainConfig:
-    """Read a run's configuration from a YAML file, or a recipe (the name of one in ``configs/``).
+    """Read a run's configuration from a YAML file or a recipe (the name of a file in ``configs/``).
 
     ``overrides`` are ``"a.b=value"``. Raises ConfigError: neither a file nor a recipe, or as
     ``load_config``. Raises OSError: the file cannot be read.

@@ -26,7 +26,7 @@ from megapack.training.presets import PRESETS
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Model: from scratch (a preset, any architecture), or a checkpoint to continue from."""
+    """Model to train: new (a preset or any transformers architecture), or from a checkpoint."""
 
     preset: str | None = None
     """Name in ``megapack.training.presets.PRESETS``."""
@@ -42,24 +42,24 @@ class ModelConfig:
     ``output_router_logits: true`` adds the load-balancing loss of a mixture of experts."""
     allow_missing: tuple[str, ...] = ()
     """With ``pretrained``: tensors (shell-style patterns, as in ``[lm_head.*]``) that may be
-    missing from the checkpoint or the model, or differ in shape. Those of the model get random
-    initial values."""
+    missing from the checkpoint or the model, or differ in shape. Tensors of the model that the
+    checkpoint cannot fill get random initial values."""
     tokenizer: str | None = None
     """Tokenizer of the documents (directory, tokenizer.json or .model), exported with the model;
     null takes the checkpoint's."""
     vocab_size: int | None = None
     """Vocabulary size; null takes the dataset's."""
     vocab_multiple: int = 128
-    """Round the embedding rows of a preset, or of a ``config`` without ``vocab_size``, up to a
-    multiple of this: aligned matrices are faster."""
+    """Round the number of embedding rows up to a multiple of this, because aligned matrices are
+    faster. Applies to a preset, or to a ``config`` without ``vocab_size``."""
     z_loss: float = 0.0
     """Coefficient of the z-loss, the mean square of the logits' logsumexp over the labels of the
     loss (PaLM: 1e-4). Losses in the log do not contain it."""
     attention_backend: str = field(default="auto", metadata={"formerly": "attention"})
     """One of ``megapack.attention.BACKENDS``; auto takes the first that supports the model."""
     probe: bool = True
-    """Probe the model on an early micro batch: in seven forwards, no document may depend on another
-    one. Not with sequence parallelism."""
+    """Probe the model on an early micro batch: seven forwards check that no document depends on
+    another. The probe does not run with sequence parallelism."""
 
     def __post_init__(self) -> None:
         if [self.preset, self.config, self.pretrained].count(None) != 2:
@@ -94,8 +94,8 @@ class OptimizerConfig:
     lr: float = 2e-4
     """Peak learning rate."""
     muon_lr: float = 0.02
-    """Peak learning rate of the matrices with ``muon``, whose updates have singular values of about
-    1 (times the root of rows / columns, if there are more rows); follows the schedule of ``lr``."""
+    """Peak learning rate of the matrices that ``muon`` updates; follows the schedule of ``lr``. The
+    singular values of an update are about 1, times sqrt(rows / columns) if rows > columns."""
     muon_momentum: float = 0.95
     """With ``muon``: decay of the running mean of the gradient, per step (Nesterov)."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -117,7 +117,9 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         rates = {"lr": self.lr, "eps": self.eps, "muon_lr": self.muon_lr}
-        check_range("optimizer", above=0, at_most=1e30, **rates)  # ten times that fits float32
+        check_range(
+            "optimizer", above=0, at_most=1e30, **rates
+        )  # ten times 1e30 still fits float32
         check_range("optimizer", at_least=0, below=1, muon_momentum=self.muon_momentum)
         check_range("optimizer", above=0, below=1, ema_decay=self.ema_decay)
         check_range(
@@ -199,8 +201,9 @@ class CheckpointConfig:
     """Write and keep the checkpoints of these steps."""
     branch_from: str | None = None
     """Checkpoint of another run (the trunk) from which this run starts while its ``run_dir`` has no
-    checkpoints (``--branch-from``), with its weights, optimizer state and data order. Set what
-    changes from there on (a decay, a mixture) in this file; the trunk is not changed."""
+    checkpoints (``--branch-from``), with the trunk's weights, optimizer state and data order. Set
+    the options that differ in the branch (a decay, a mixture) in this file; the trunk is not
+    changed."""
     mirror: str | None = None
     """Address (s3://bucket/folder, ...) for copies of every checkpoint, made while training
     continues. A ``run_dir`` without checkpoints is restored from it. Each run needs its own."""
@@ -246,13 +249,13 @@ class EvaluationConfig:
     """Validation during training, over ``data.valid_prefix``."""
 
     every: int | None = None
-    """Steps between validations, which need held-out documents; null validates at the end only, if
-    there are any."""
+    """Steps between validations, which need held-out documents; null: validate at the end only, if
+    there are held-out documents."""
     max_tokens: int | None = None
     """Largest number of tokens per bucket to evaluate; null takes all."""
     buckets: tuple[int, ...] = ()
-    """Capacities for packing the validation documents; empty takes the training buckets. Runs can
-    be compared only if these are equal."""
+    """Capacities for packing the validation documents; empty takes the training buckets. Validation
+    losses of two runs are comparable only if their validation buckets are equal."""
 
     def __post_init__(self) -> None:
         check_positive("evaluation", **self.__dict__)
@@ -281,14 +284,14 @@ class AutopilotConfig:
     spike and skip the samples of its steps (``megapack.training.autopilot``)."""
 
     spikes: bool = False
-    """Watch for spikes; false only ends the run at a loss that is NaN or infinite."""
+    """true: detect spikes and roll back. false: only end the run at a NaN or infinite loss."""
     window: int = 128
-    """Number of earlier values of a bucket, or of a source, that a new one is compared with."""
+    """Number of earlier values of the same bucket or source with which a new value is compared."""
     deviations: float = 8.0
     """A value this many deviations (scaled median absolute deviation) above the median is an
     outlier."""
     confirm: int = 3
-    """Outliers within twice as many steps that confirm a spike."""
+    """Number of outliers that confirm a spike, if they occur within twice as many steps."""
     margin_steps: int = 1
     """Additional steps to skip on both sides of a spike."""
     max_rollbacks: int = 10
@@ -308,11 +311,11 @@ class AutopilotConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MixingConfig:
-    """Weights of the blend's sources that a rule sets during the run."""
+    """Rule that changes the weights of the blend's sources during the run."""
 
     rule: str | None = None
     """``odm`` (online data mixing), or a Python function, as in ``package.module:function``. It
-    gets a ``SourceReport`` and returns weights by name, and its state (JSON)."""
+    gets a ``SourceReport``; it returns the weights by source name, and its new state (JSON)."""
     every: int = 500
     """Steps between two decisions."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -324,7 +327,7 @@ class MixingConfig:
             raise ConfigError("mixing: options need a rule; set rule, too")
 
 
-# Key of DeepSpeed's configuration -> key that decides it.
+# Key of DeepSpeed's configuration -> key of this configuration that sets it.
 DECIDED = {
     "train_batch_size": "data.tokens_per_step",
     "train_micro_batch_size_per_gpu": "data.micro_batch_tokens",
@@ -332,7 +335,7 @@ DECIDED = {
     "managed_gradient_accumulation": "data.tokens_per_step and data.micro_batch_tokens",
     "data_efficiency": "data.order",
     "curriculum_learning": "data.order",
-    "progressive_layer_drop": "model",
+    "progressive_layer_drop": "the model",
     "dataloader_drop_last": "data",
     "gradient_clipping": "optimizer.clip",
     "gradient_allreduce_op": "the loss, which is the mean over all ranks",
@@ -361,8 +364,8 @@ class EngineConfig:
     precision: Literal["bf16", "fp32"] = "bf16"
     """bf16 keeps float32 master weights and accumulates gradients in float32."""
     zero_stage: Literal["auto", 0, 1, 2, 3] = "auto"
-    """auto takes 2 in bfloat16 and 1 in float32, the stage that reduces gradients during the
-    backward (``--dry-run`` prints how much, and when)."""
+    """auto: 2 in bfloat16 and 1 in float32; these stages reduce gradients during the backward
+    (``--dry-run`` prints how many bytes, and when)."""
     activation_checkpointing: bool = False
     """Recompute every layer's activations in the backward."""
     offload_activations: bool = False
@@ -378,15 +381,15 @@ class EngineConfig:
     """Tokens whose MLP activations exist at once (the backward recomputes them); null: all tokens
     of the micro batch."""
     timeout_minutes: float = 30.0
-    """Timeout of collectives; then the job ends with an error."""
+    """Timeout of collectives; the job ends with an error when it expires."""
     heartbeat_timeout_seconds: float = 300.0
     """Time without a heartbeat after which a rank counts as lost: the job ends and names it."""
     hang_timeout_seconds: float = 1800.0
     """Time without progress on any rank (a batch, a part of a checkpoint) after which the job ends
     and names the ranks that are behind."""
     deepspeed: dict[str, Any] = field(default_factory=dict)
-    """Further DeepSpeed configuration, merged over ours key by key. Keys that this file decides
-    elsewhere, and keys that DeepSpeed would not read, are errors."""
+    """Further DeepSpeed configuration; its keys override those that megapack generates. Keys that
+    other options of this file set, and keys that DeepSpeed would not read, are errors."""
 
     def __post_init__(self) -> None:
         check_positive(
@@ -401,18 +404,18 @@ class EngineConfig:
         if self.offload_activations and not self.activation_checkpointing:
             raise ConfigError(
                 "engine: offload_activations is true and activation_checkpointing is false; only "
-                "the inputs of recomputed layers go to the host: set activation_checkpointing to "
+                "inputs of recomputed layers can be offloaded: set activation_checkpointing to "
                 "true, too"
             )
         if self.offload_activations and self.compile:
             raise ConfigError(
                 "engine: compile is true and offload_activations is set; a compiled layer saves "
-                "its input inside its own graph: set one of them"
+                "its input inside its own graph: disable one of the two"
             )
         if self.mlp_chunk_tokens is not None and self.compile:
             raise ConfigError(
                 "engine: compile is true and mlp_chunk_tokens is set; a compiled layer cannot "
-                "recompute its MLP chunk by chunk: set one of them"
+                "recompute its MLP chunk by chunk: disable one of the two"
             )
         _refuse_decided(self.deepspeed)
         printed = self.deepspeed.get("steps_per_print")
@@ -435,7 +438,8 @@ def _refuse_decided(section: dict[str, Any], path: str = "") -> None:
         name = f"{path}{key}"
         if name in DECIDED:
             raise ConfigError(
-                f"engine.deepspeed: {name} is decided by {DECIDED[name]}; leave it out here"
+                f"engine.deepspeed: {name} is set by {DECIDED[name]}; remove it from "
+                "engine.deepspeed"
             )
         if isinstance(value, dict):
             _refuse_decided(value, f"{name}.")
@@ -506,7 +510,7 @@ class PretrainConfig:
         if names:
             raise ConfigError(
                 f"checkpoint.allow_change: unknown key {names[0]!r}{nearest(names[0], known)} Give "
-                "keys as the error at the resume names them"
+                "the key that the error message at the resume names"
             )
 
     def _check_muon(self) -> None:

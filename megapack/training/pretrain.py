@@ -1,4 +1,4 @@
-"""Pretrain or continue to pretrain a model on packed documents.
+"""Pretrain a model on packed documents, from scratch or from a checkpoint.
 
     megapack-pretrain --config demo_cpu
     megapack-pretrain --config x.yaml --dry-run --world-size 64
@@ -29,8 +29,9 @@ from megapack.training.command import (
 from megapack.training.config import PretrainConfig
 
 LENGTHS = (
-    "plan without data: a .npy file of tokens per document, or lognormal:MEAN,MEDIAN,DOCUMENTS "
-    "(999,603,1e6 is like a million documents of FineWeb-Edu)"
+    "plan without a dataset: a .npy file with the tokens of each document, or "
+    "lognormal:MEAN,MEDIAN,DOCUMENTS (lognormal:999,603,1e6 is like a million documents of "
+    "FineWeb-Edu)"
 )
 _PLAN = ("world_size", "device", "lengths", "buckets", "gpu_price", "show_config")
 
@@ -65,11 +66,11 @@ def check_options(args: argparse.Namespace) -> None:
     options = {f"--{name.replace('_', '-')}": getattr(args, name) for name in _PLAN}
     given = [name for name, value in options.items() if value not in (None, False)]
     if given and not args.dry_run:
-        raise ConfigError(f"command line: {given[0]} needs --dry-run; give that, too")
+        raise ConfigError(f"command line: {given[0]} needs --dry-run; add --dry-run")
     if args.dry_run and args.profile is not None:
         raise ConfigError("command line: --profile traces a run; leave out --dry-run")
     if args.buckets is not None and args.lengths is None:
-        raise ConfigError("command line: --buckets needs --lengths; give that, too")
+        raise ConfigError("command line: --buckets needs --lengths; add --lengths")
     numbers = {name: options[name] for name in ("--world-size", "--gpu-price", "--buckets")}
     check_positive("command line", **numbers)
 
@@ -109,14 +110,14 @@ def build_parser() -> argparse.ArgumentParser:
         "--branch-from",
         metavar="CHECKPOINT",
         help="start from a checkpoint of another run (RUN_DIR/checkpoints/step_...) and continue "
-        "its data order; once run_dir has checkpoints, the run resumes from those",
+        "its data order; if run_dir has checkpoints, the run resumes from them instead",
     )
     plan = parser.add_argument_group("options of a dry run").add_argument
     plan(
         "--world-size",
         type=int,
         metavar="RANKS",
-        help="number of ranks (default: those of this launcher, or 1)",
+        help="number of ranks (default: as many as the launcher started, or 1)",
     )
     plan("--device", metavar="NAME", help="estimate the time on H100, A800, ...")
     plan(

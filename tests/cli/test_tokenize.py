@@ -222,7 +222,7 @@ def test_gpt2_vocab_and_merges_are_a_tokenizer(tmp_path: Path, corpus: Path) -> 
 def test_left_out_files_are_listed_before_the_build(tmp_path: Path, corpus: Path) -> None:
     (tmp_path / "notes.rst").write_text("text")
     said = tokenize(corpus, tmp_path / "out", "--input", corpus, tmp_path).stderr
-    assert f"note: named again and read once: 1 file (first: {corpus} is {corpus})" in said
+    assert f"note: named several times, but read once: 1 file (first: {corpus} is {corpus})" in said
     assert "note: not taken from folders: 1 file (.rst 1); choose with --suffix" in said
 
 

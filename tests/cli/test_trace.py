@@ -237,7 +237,7 @@ def test_written_skips_show_what_the_run_without_them_draws(config: Path) -> Non
         ),
         (
             ["--max-step", f"{10**16}"],
-            "reaches to step 10000000000000000, and a run has at most 2^53",
+            "reaches step 10000000000000000, and a run has at most 2^53",
         ),
         (["--step", "-1"], "steps are counted from 0"),
         (["--step", "1", "--rank", "0"], "--rank 0 works only with --ranks N: give that"),

@@ -321,7 +321,10 @@ def test_lists_may_be_empty_unsorted_or_have_crlf(tmp_path: Path) -> None:
 
 
 def test_unknown_sources_and_missing_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="excludes documents of 'wep'; sources are web, code"):
+    with pytest.raises(
+        ConfigError,
+        match="excludes documents of 'wep', an unknown or ambiguous source; sources are web, code",
+    ):
         run_of(tmp_path, {"from_step": 1, "exclude": {"wep": "x"}})
     with pytest.raises(FileNotFoundError, match=r"missing\.txt"):
         run_of(tmp_path, {"from_step": 1, "exclude": {"web": "missing.txt"}})

@@ -134,7 +134,7 @@ def test_limits_apply_to_drawn_samples() -> None:
             check_epochs(schedule(None, weights=[1, 1, 1], max_epochs=4, stages=stages), 100)
     samples = SampleSource(INDICES, Mixture(max_epochs=0.5))
     check_epochs(finite := Schedule(samples, tokens_per_step=512, finite=True), finite.num_steps())
-    with pytest.raises(ConfigError, match="weight of index 1 is nan; it must be a positive number"):
+    with pytest.raises(ConfigError, match="weight of index 1 is nan; it must be finite"):
         schedule(200, weights=[1, math.nan, 1], max_epochs=4)
 
 

@@ -202,7 +202,9 @@ def test_scores_are_relative_to_the_manifest(tmp_path: Path) -> None:
     assert steps.step(1).sample_ids.tolist() != plain.step(1).sample_ids.tolist()
     copy = pickle.loads(pickle.dumps(data))
     assert Schedule(copy, tokens_per_step=128).identity() == steps.identity()
-    with pytest.raises(ConfigError, match="order sequential takes samples as the index has them"):
+    with pytest.raises(
+        ConfigError, match="order sequential draws samples in the order of the index"
+    ):
         Schedule(data, tokens_per_step=128, order="sequential")
     source["score_order"] = "descending"
     del source["scores"]

@@ -178,7 +178,7 @@ def test_schedules_can_be_pickled(order: str) -> None:
 
 def test_bucket_below_a_draw_is_used_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     schedule = Schedule(samples_of_buckets({8: 40, 16: 3}), tokens_per_step=64)
-    assert "bucket 16 has 3 samples and a draw takes 4 of them" in caplog.text
+    assert "bucket 16 has 3 samples and a draw needs 4" in caplog.text
     [first] = [step for i in range(6) if (step := schedule.step(i)).capacity == 16]
     assert sorted(set(first.sample_ids.tolist())) == [40, 41, 42]
 

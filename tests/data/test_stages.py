@@ -131,14 +131,17 @@ def test_a_new_largest_bucket_comes_first() -> None:
     [
         ([Stage(from_step=0)], "begins at step 0, and the one before it at 0: list stages in"),
         ([Stage(from_step=5, skip_steps=1), Stage(from_step=5)], "begins at step 5, and the one"),
-        ([Stage(from_step=5, weights={"s9": 1})], "step 5 gives a weight to 's9'; sources are s0"),
+        (
+            [Stage(from_step=5, weights={"s9": 1})],
+            "step 5 gives a weight to 's9', an unknown or ambiguous source; sources are s0",
+        ),
         ([Stage(from_step=5, weights={"s0": 0})], "step 5: weight of 's0' is 0; it must be above"),
-        ([Stage(from_tokens=2**70)], "tokens reaches to step 12297829382473034411, and a run has"),
-        ([Stage(from_step=2**63)], "from step 9223372036854775808 reaches to step 92233720368547"),
-        ([Stage(from_step=5, skip_steps=2**60)], "from step 5 reaches to step 1152921504606846981"),
+        ([Stage(from_tokens=2**70)], "tokens reaches step 12297829382473034411, and a run has"),
+        ([Stage(from_step=2**63)], "from step 9223372036854775808 reaches step 92233720368547"),
+        ([Stage(from_step=5, skip_steps=2**60)], "from step 5 reaches step 1152921504606846981"),
         (
             [Stage(from_step=5, weights={"s0": 1}, ramp=Ramp(until_tokens=2**64))],
-            "from step 5 reaches to step 192153584101141163, and a run has at most 2^53 tokens",
+            "from step 5 reaches step 192153584101141163, and a run has at most 2^53 tokens",
         ),
         ([Stage(from_step=5, order="grow-p3")], "from step 5: order is 'grow-p3'; it must be one"),
         ([Stage(from_step=5, order="sequential")], "cannot be both sequential and shuffled"),

@@ -272,5 +272,5 @@ def test_invalid_ramps_are_refused(change: dict[str, Any], message: str) -> None
 
 
 def test_ramps_need_weights_at_their_begin() -> None:
-    with pytest.raises(ConfigError, match="the sources have no weights at its begin"):
+    with pytest.raises(ConfigError, match="the sources have no weights before it"):
         Schedule(BIG, names=NAMES, tokens_per_step=96, stages=[RAMP])

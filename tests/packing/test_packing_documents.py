@@ -206,7 +206,7 @@ def test_missing_groups_are_refused_by_name(tmp_path: Path) -> None:
     assert together.resume_step(together.state_dict(3)) == 3
     with pytest.raises(ResumeError, match="attention was None and is 'group'"):
         together.resume_step(alone.state_dict(3))
-    with pytest.raises(ConfigError, match="positions: document starts anew"):
+    with pytest.raises(ConfigError, match="positions: document restarts positions"):
         PackedDataset(dataset, grouped, attention="group", positions="document")
 
 

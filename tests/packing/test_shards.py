@@ -158,7 +158,9 @@ def test_changed_file_is_refused_by_name(tmp_path: Path, prefixes: list[str]) ->
 def test_other_options_are_refused(tmp_path: Path, prefixes: list[str]) -> None:
     manifest = tmp_path / "web.shards.json"
     packed(manifest, prefixes)
-    with pytest.raises(ConfigError, match="packed with another seed: give the same options"):
+    with pytest.raises(
+        ConfigError, match="packed with other values of seed: give the same options"
+    ):
         packed(manifest, prefixes, options={"seed": 4})
     with pytest.raises(ConfigError, match="another parameters and buckets and bucket_capacity"):
         packed(manifest, prefixes, options={"buckets": [16], "alignment": 4})

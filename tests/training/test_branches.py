@@ -117,7 +117,7 @@ def test_erased_disk_is_restored_from_the_mirror(
     shutil.rmtree(run.dir)
     newest = sorted(store.glob("step_*/*.pt"))[-1]
     newest.write_bytes(newest.read_bytes()[:-1] + b"x")
-    run.start(env=env).end_with(1, "another checksum than when it was written")
+    run.start(env=env).end_with(1, "a different checksum than when it was written")
     anew = run.start("checkpoint.resume=never", env=env)
     anew.end_with(2, "which this run would remove")
     assert sorted(p.name for p in store.glob("*.manifest.json")) == after
@@ -246,7 +246,7 @@ def test_checkpoints_of_a_mirror_are_ordered_by_tokens_seen(tmp_path: Path) -> N
     [
         ({"version": 99}, "version is 99; it must be one of 1"),
         ({"step": "seven"}, "step is 'seven'; it must be of type int"),
-        ({"step": 3}, "step is 3, and the checkpoint is named step_00000002"),
+        ({"step": 3}, "step is 3, but the checkpoint is named step_00000002"),
         ({"files": [1]}, "files is .1.; it must be a mapping"),
         ({"files": {"a": {"bytes": 1}}}, "missing key 'xxh3'"),
         (

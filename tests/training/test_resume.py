@@ -84,7 +84,7 @@ def test_killed_run_continues(new_run: NewRun, whole: Run) -> None:
     run = new_run(checkpoint={"asynchronous": False})  # complete before the kill
     ranks = run.start(faults={1: {"kill_before_step": [4]}})
     assert ranks.wait() == [LOST_CONTACT, -signal.SIGKILL]
-    assert "lost contact to rank 1 on " in ranks.output()
+    assert "lost contact with rank 1 on " in ranks.output()
     assert run.latest == FIRST
     # As left by a kill during saving.
     make_own_folder(run.checkpoints / "step_00000006.partial")
@@ -274,7 +274,7 @@ def test_damaged_log_does_not_stop_a_resume(damage: bytes, tmp_path: Path) -> No
     assert (tmp_path / "log.jsonl.damaged").read_bytes() == before, "nothing is lost"
     assert run.truncate_logs(500) == []
     [problem] = run.truncate_logs(800)
-    assert "ends after 500 tokens, and the checkpoint has seen 800" in problem
+    assert "ends at 500 tokens, but the checkpoint was saved at 800" in problem
     run.log.write_bytes(damage + b"\n")
     run.truncate_logs(0)
     assert (tmp_path / "log.jsonl.damaged").read_bytes() == before

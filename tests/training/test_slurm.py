@@ -123,7 +123,7 @@ def test_job_that_lost_a_rank_is_queued_again_a_few_times(
     facts = slurm.wait_until_over(job.id)
     assert (facts["JobState"], facts["Restarts"]) == ("FAILED", "1"), job.output()[-4000:]
     assert len((tmp_path / f"megapack-{job.id}.lost").read_text().splitlines()) == 2
-    assert "lost contact to rank 1" in job.output()
+    assert "lost contact with rank 1" in job.output()
     again = slurm.submit(*SIZE, cwd=tmp_path, **job.env)
     assert slurm.wait_until_over(again)["JobState"] == "COMPLETED", job.output()[-4000:]
     job.check_result(undisturbed)

@@ -58,7 +58,7 @@ def test_lost_node_is_named(new_run: NewRun, tmp_path: Path) -> None:
     command = ["bash", str(SCRIPT), str(PRETRAIN), "--config", str(run.config)]
     code, output = _command(command, PORT=str(free_port()), **kill)
     assert code != 0
-    assert "lost contact to rank 1 on node1" in output, output[-4000:]
+    assert "lost contact with rank 1 on node1" in output, output[-4000:]
     done, start = int(run.latest.split("_")[1]), run.lines("starts")[0]
     assert start["world_size"] == 2 and start["host"] == "node0"
 

@@ -1,6 +1,7 @@
-"""Documents between a file and a tokenizer.
+"""Documents after reading and before tokenization.
 
-- ReadOptions: keys of documents in files; ``key_path``, ``key_names``: nested keys, as ``a.b``
+- ReadOptions: keys under which files contain documents; ``key_path``, ``key_names``: nested keys
+  (``a.b``)
 - TextBlock: many documents as one flat UTF-8 buffer; readers yield it, tokenizers take it
 - Place, Faults: counts of faulty documents by kind, and the places of a few
 - parse_split, ordered_split, hashed_split: training, validation and test documents
@@ -34,7 +35,7 @@ OnError = Literal["fail", "skip"]
 class ReadOptions:
     """Keys and limits of documents in files."""
 
-    # Also the column of a table. `a.b`: key "a.b", else key b of the object at key a.
+    # Key of the text, or column of a table. `a.b`: key "a.b", else key b of the object at key a.
     json_key: str = "text"
     # lists: conversations. A document becomes the JSON of its list of messages or, if it has
     # ``extra_keys``, of an object with this list as "messages" and their values.
@@ -42,7 +43,9 @@ class ReadOptions:
     extra_keys: tuple[tuple[str, str], ...] = ()  # (name in the object, key)
     split_key: str | None = None  # documents get the hash of its value
     weights_key: str | None = None  # documents get the JSON of its value
-    group_key: str | None = None  # documents get a group; without the key, none
+    group_key: str | None = (
+        None  # documents get a group from its value; documents without the key get none
+    )
     block_bytes: int = 4 << 20  # text per block; memory grows with it
     max_document_bytes: int = 1 << 30  # a longer line or file is a fault ("too long")
 
@@ -50,7 +53,7 @@ class ReadOptions:
         for name in ("max_document_bytes", "block_bytes"):
             if getattr(self, name) < 1 << 10:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1024")
-        # Lines inside a block are not measured, so a block must not exceed the limit.
+        # Readers check only lines longer than a block, so a block must not exceed the limit.
         object.__setattr__(self, "block_bytes", min(self.block_bytes, self.max_document_bytes))
 
     def keys(self) -> dict[str, str]:
@@ -64,8 +67,8 @@ class ReadOptions:
 def key_path(tree: object, key: str) -> list[str] | None:
     """Return the path of ``key`` in nested mappings; None if it is missing.
 
-    Same rule as csrc/core/text/jsonl.cpp: the whole key first; else its part before the first dot,
-    and below that the part after it.
+    Same rule as csrc/core/text/jsonl.cpp: look up the whole key; if it is missing, look up the part
+    before the first dot, and in its value the part after the dot.
     """
     if not isinstance(tree, Mapping):
         return None
@@ -159,7 +162,7 @@ class TextBlock:
         return replace(self, groups=np.where(none, -1, ids))
 
     def text_hashes(self, *, seed: int = 0) -> NDArray[np.uint64]:
-        """Return xxh3-64 of every document's text; independent for different seeds."""
+        """Return xxh3-64 of every document's text; hashes with different seeds are independent."""
         data, pairs = self.text.data, itertools.pairwise(self.offsets.tolist())
         return np.array([xxhash.xxh3_64_intdigest(data[a:b], seed) for a, b in pairs], np.uint64)
 
@@ -197,7 +200,7 @@ def chats_of(messages: Iterable[str], columns: Mapping[str, Sequence[str]]) -> l
     return chats
 
 
-# Kinds that never stop a build: ordinary text has them. Other kinds stop it, unless
+# Kinds of faults that ordinary text has, so they never stop a build. Other kinds stop it unless
 # `--on-error skip` is given.
 _BENIGN = frozenset(
     {"blank line", "chat without assistant", "empty document", "too few words", "too many words"}
@@ -289,7 +292,7 @@ class Faults:
 
 
 def lacks_documents(kinds: Iterable[str]) -> bool:
-    """Return whether documents of these kinds were dropped by ``--on-error skip`` only."""
+    """Return whether one of these kinds is dropped only with ``--on-error skip``."""
     return not _BENIGN.issuperset(kinds)
 
 
@@ -312,10 +315,12 @@ def parse_split(text: str) -> tuple[float, ...]:
     try:
         weights = [float(part) for part in text.split(",")]
     except ValueError as error:
-        raise ConfigError(f"split {text!r} is not a list of numbers as 98,1,1") from error
+        raise ConfigError(f"split {text!r} is not a list of numbers like 98,1,1") from error
     usable = len(weights) <= len(SPLIT_NAMES) and min(weights) >= 0 < sum(weights) < float("inf")
     if not usable:
-        raise ConfigError(f"split {text!r} must have one to three weights, none below 0, not all 0")
+        raise ConfigError(
+            f"split {text!r} must have one to three weights, none negative and at least one above 0"
+        )
     return tuple(weights + [0.0] * (len(SPLIT_NAMES) - len(weights)))
 
 
@@ -339,7 +344,7 @@ def hashed_split(weights: Sequence[float], hashes: NDArray[np.uint64]) -> NDArra
     grows or changes its order.
     """
     bounds = np.array(_bounds(weights)[1:-1])
-    # 53 bits are what a double holds exactly.
+    # A double holds integers of up to 53 bits exactly.
     fractions = (hashes >> np.uint64(11)).astype(np.float64) / 2.0**53
     result: NDArray[np.int64] = np.searchsorted(bounds, fractions, side="right")
     return result

@@ -1,7 +1,7 @@
 """Names from the user -> the files of a corpus, in an order that depends on the names only.
 
 - InputFile, Piece: a file with its size and time when the build was planned; a part of it
-- find_inputs: files, globs and folders -> input files; reports what it leaves out
+- find_inputs: files, globs and folders -> input files; reports files that it does not take
 - open_stream: the decompressed bytes of a file; checks that the content matches the name
 
     files = find_inputs(["corpus/*.jsonl.zst", "src/"], suffixes=[".py"], note=print)
@@ -35,7 +35,7 @@ Format = Literal["jsonl", "parquet", "arrow", "text"]
 TABLES = ("parquet", "arrow")  # rows in groups; compressed inside, never as a whole
 Compression = Literal["", "gz", "zst"]
 
-# Many public corpora name JSON Lines .json. Any other suffix is text.
+# Many public corpora use the suffix .json for JSON Lines. Files with other suffixes are text.
 _FORMAT_OF_SUFFIX: dict[str, Format] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
@@ -167,7 +167,7 @@ def find_inputs(
             default ``DATA_SUFFIXES``.
         format: of all files; None: by suffix.
         max_bytes: stop before the file that would make the sum of sizes exceed this.
-        note: receives a sentence, with counts, for every kind of file that is left out.
+        note: called with one sentence, with a count, for every kind of file that is not read.
 
     Raises:
         ConfigError: a pattern or directory without files; a file that is not regular, or of an
@@ -183,7 +183,7 @@ def find_inputs(
         facts = Path(path).stat()
         if not stat.S_ISREG(facts.st_mode):
             raise ConfigError(
-                f"{path} is not a regular file; inputs must be, because they are read twice"
+                f"{path} is not a regular file; inputs must be regular, as each is read twice"
             )
         first = seen.get((facts.st_dev, facts.st_ino))
         # Some file systems give several files one inode number: without hard links, compare names.
@@ -211,13 +211,13 @@ def find_inputs(
     return files
 
 
-# ---- Files behind the names ---------------------------------------------------------------------
+# ---- Files of paths, globs and folders ----------------------------------------------------------
 
 _Aside = dict[str, list[str]]  # paths that are left out or reported: sentence -> paths
 
-_REPEATED = "named again and read once"
-_AGAIN = "linked to, but entered already"
-_FOLDERS = "matched by a pattern without ** and not entered"
+_REPEATED = "named several times, but read once"
+_AGAIN = "links to folders that are read already"
+_FOLDERS = "matched by a pattern without ** and not read"
 _ODD = "broken links or special files, left out"
 _HIDDEN = "hidden, left out"
 _EMPTY = "empty"
@@ -239,7 +239,9 @@ def _paths(inputs: Sequence[str], suffixes: Sequence[str], aside: _Aside) -> Ite
     for name in inputs:
         path = Path(name)
         if not name:
-            raise ConfigError("an input is '' (an empty variable?); the current directory is .")
+            raise ConfigError(
+                "an input is '' (an empty variable?); to read the current directory, give ."
+            )
         if path.is_dir():
             num_unwanted = len(aside[_UNWANTED])
             paths = list(_walk(path, suffixes, aside))
@@ -319,13 +321,13 @@ def _in_order(directory: Path, files: Sequence[str]) -> list[str]:
         return []  # the split is a directory
     if "dataset_info.json" not in files or not any(name.endswith(".arrow") for name in files):
         return sorted(files)
-    if "state.json" not in files:  # its cache
+    if "state.json" not in files:  # a folder of the cache of ``datasets``
         return sorted({*files} - {"dataset_info.json"})
     state = _facts(directory / "state.json")
     rows = [entry["filename"] for entry in state.get("_data_files", ())]
     missing = [name for name in rows if name not in files]
     if missing or state.get("_indices_data_files"):
-        problem = f"{missing[0]} is missing" if missing else "a file of indices selects its rows"
+        problem = f"{missing[0]} is missing" if missing else "an indices file selects its rows"
         raise ConfigError(f"{directory} is a saved dataset, but {problem}: save it again")
     return rows
 
@@ -401,7 +403,7 @@ def _convert(path: str, delimiter: str) -> str:
 
 
 def _seems(head: bytes, suffix: str) -> Format | None:
-    """Return the likely format of a file's content; None if it may be text."""
+    """Return the likely format of a file from its first bytes; None: probably text."""
     if head.startswith(b"PAR1"):
         return "parquet"
     if head.startswith((ARROW_FILE, _ARROW_STREAM)):
@@ -425,10 +427,10 @@ def _require_compression(file: InputFile, head: bytes) -> None:
     if actual == wanted or (wanted is None and (file.format == "text" or actual in _PLAIN)):
         return
     if wanted is not None and not head:
-        raise DataError(f"{file.path} is empty: not a {wanted} file; fetch it again")
+        raise DataError(f"{file.path} is empty: not a {wanted} file; download it again")
     problem = f"{file.path} is not {wanted}" if wanted else f"{file.path} is not plain JSON Lines"
     if actual is None:
-        raise DataError(f"{problem}; fetch it again")
+        raise DataError(f"{problem}; download it again")
     bare = file.path.removesuffix(Path(file.path).suffix) if wanted else file.path
     remedy = {
         **dict.fromkeys(_PLAIN, f"rename it to {bare}"),
@@ -487,9 +489,9 @@ def open_stream(file: InputFile) -> Iterator[BinaryIO]:
         try:
             yield stream
         except damage as error:
-            raise DataError(f"{file.path} is truncated or damaged ({error}); fetch it again") from (
-                error
-            )
+            raise DataError(
+                f"{file.path} is truncated or damaged ({error}); download it again"
+            ) from (error)
 
 
 def require_unchanged(file: InputFile, facts: os.stat_result) -> None:
@@ -504,8 +506,8 @@ def require_unchanged(file: InputFile, facts: os.stat_result) -> None:
 def input_digest(file: InputFile) -> str | None:
     """Return xxh3-128 of the bytes of an input; None if the file changed since it was planned.
 
-    Finished builds are recognized by it: a path may be written in several ways, and copying or
-    touching a file changes its modification time.
+    A later run compares this digest to recognize a finished build, because a path may be written in
+    several ways, and copying or touching a file changes its modification time.
     """
     digest = xxhash.xxh3_128()
     try:
@@ -528,14 +530,17 @@ class _WholeFrames:
         self._raw = raw
         self._path = path
         self._layout = _zst_layout()
-        self._next = next(self._layout)  # bytes up to the next header, length of that header
+        # Bytes up to the next header, and the length of that header.
+        self._next = next(self._layout)
         self._header = b""
 
     def read(self, size: int) -> bytes:
         data = self._raw.read(size)
         between_frames = self._next == _BETWEEN_FRAMES and not self._header
         if not data and size and not between_frames:
-            raise DataError(f"{self._path} is truncated (it ends inside a frame); fetch it again")
+            raise DataError(
+                f"{self._path} is truncated (it ends inside a frame); download it again"
+            )
         position = 0
         while position < len(data):
             skipped, length = self._next
@@ -556,7 +561,7 @@ _BETWEEN_FRAMES = (0, 5)
 
 def _zst_layout() -> Generator[tuple[int, int], bytes, None]:
     """Locate the headers of a .zst (RFC 8878): yield (bytes to skip, bytes of a header); receive
-    the header. Invalid frames are left to the decompressor.
+    the header. The decompressor reports invalid frames.
     """
     skipped = 0
     while True:

@@ -1,7 +1,7 @@
 """Input files -> shards of pieces -> blocks of documents.
 
-- plan_shards: shards; one worker reads a shard and writes it as one dataset. Their bounds depend on
-  the files and ``shard_bytes``, never on the number of workers or machines
+- plan_shards: divides files into shards; one worker reads a shard and writes it as one dataset. The
+  bounds depend on the files and ``shard_bytes``, never on the number of workers or machines
 - read_blocks: the documents of pieces of any format (tables.py reads tables)
 - line_blocks: whole lines of a range of bytes of a stream
 
@@ -74,7 +74,7 @@ def plan_shards(files: Sequence[InputFile], *, shard_bytes: int, json_key: str) 
         DataError: a parquet or Arrow file is damaged.
     """
     if shard_bytes < 1:
-        raise ConfigError(f"shard size {shard_bytes} must be at least 1 byte")
+        raise ConfigError(f"the shard size is {shard_bytes} bytes; it must be at least 1")
     shards: list[Shard] = []
     pieces: list[Piece] = []
     filled = 0
@@ -192,7 +192,7 @@ _SHOWN = 8  # keys in a message about a missing key
 
 
 def read_jsonl_blocks(piece: Piece, options: ReadOptions, faults: Faults) -> Iterator[TextBlock]:
-    """The documents of a piece, a block of lines at a time. Raises as ``read_blocks``."""
+    """Yield the documents of a piece, one block of lines at a time. Raises as ``read_blocks``."""
     # A byte position is useless in a compressed file: count lines.
     counts_lines = bool(piece.file.compression)
     locate = functools.partial(Place, piece.file.path, "line" if counts_lines else "byte")
@@ -270,7 +270,7 @@ def _with_extra_values(
 
 
 def _line_detail(line: bytes, options: ReadOptions) -> str:
-    """Explain why a line was refused, in the words of Python's JSON parser."""
+    """Explain why a line was refused; for malformed JSON, with the message of Python's parser."""
     try:
         record = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
@@ -287,7 +287,7 @@ def _line_detail(line: bytes, options: ReadOptions) -> str:
     wanted = list if options.values == "lists" else str
     if not isinstance(value, wanted):
         return f"{options.json_key!r} is {json_kind(value)}, not {json_kind(wanted())}"
-    return "it has half of a surrogate pair, over 900 nested values, or a split key without scalar"
+    return "it has half a surrogate pair, over 900 nested values, or a split key that is no scalar"
 
 
 _SEARCH_BYTES = 1 << 16

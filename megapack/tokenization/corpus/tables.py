@@ -112,7 +112,7 @@ def open_table(file: InputFile) -> Iterator[Table]:
         try:
             yield opened
         except (pyarrow.ArrowException, OSError) as error:
-            raise DataError(f"{file.path} is damaged ({error}); fetch it again") from error
+            raise DataError(f"{file.path} is damaged ({error}); download it again") from error
 
 
 class _Parquet:

@@ -1,6 +1,7 @@
-"""Build a dataset: plan, shards, join. Crash-safe; the bytes do not depend on who does the work.
+"""Build a dataset: plan it, build its shards, join them. A killed build can be continued; the bytes
+of the result do not depend on the number of workers or machines.
 
-- preview: what a build would do; build: do it; Progress: callbacks of a running build
+- preview: plan a build without running it; build: run it; Progress: callbacks of a running build
 - assemble: finished shards -> the output datasets, in the order of the corpus
 
     build(BuildConfig(inputs=("x.jsonl",), tokenizer="bytes", output_prefix="out"), progress)
@@ -48,7 +49,7 @@ class Progress(Protocol):
     """Callbacks of a running build."""
 
     def note(self, text: str) -> None:
-        """Report a sentence, once."""
+        """Print a sentence for the user."""
 
     def start(self, num_bytes: int, num_shards: int, disk_bytes: int) -> None:
         """About ``num_bytes`` of text will be read, and shards of ``disk_bytes`` written."""
@@ -70,7 +71,9 @@ class BuildResult:
     plan: Plan
     prefixes: Mapping[str, str]  # stream -> prefix; see ``BuildConfig.outputs``
     totals: Totals
-    state: Literal["built", "part", "found"]  # part: not joined; found: complete before
+    state: Literal[
+        "built", "part", "found"
+    ]  # part: shards not joined; found: a complete result existed
     records: Sequence[ShardRecord] = ()  # of this run's shards
 
     @property
@@ -231,7 +234,7 @@ def _estimate(plan: Plan, coder: Coder, note: Callable[[str], None]) -> Estimate
         if weight and not documents:
             note(
                 f"the {name} split may get none of about {estimated.num_documents:,} documents, "
-                "which ends the build: give it a larger --split"
+                "which would end the build with an error: give it a larger share in --split"
             )
     return estimated
 
@@ -284,7 +287,7 @@ def assemble(
             num_documents = sum(header.num_documents for header in headers)
         if not num_documents:
             name = Path(output).name
-            raise DataError(f"{name} would have no documents; give it a larger --split")
+            raise DataError(f"{name} would have no documents; give it a larger share in --split")
     workspace.join()
     for stream, output in outputs.items():
         ending = ending_of(stream)

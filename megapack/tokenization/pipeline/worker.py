@@ -1,7 +1,7 @@
 """Build one shard: read text, encode it, write a dataset (one per split) and its record.
 
 - ShardWorker: builds shards of a plan; reading, encoding and writing overlap in three threads
-- open_coder: what turns a plan's documents into tokens
+- open_coder: return the function that turns a plan's documents into tokens
 - prefetch: run a generator in a thread, ahead of its consumer
 """
 
@@ -42,9 +42,9 @@ T = TypeVar("T")
 def prefetch(items: Generator[T, None, None], *, depth: int = 2) -> Generator[T, None, None]:
     """Yield the same items in the same order, computed while the consumer uses earlier ones.
 
-    Reading, encoding and writing release the interpreter's lock most of the time, so three of these
-    in a row keep a core busy during disk waits. Closing it (also by an error in the consumer)
-    closes ``items``.
+    Reading, encoding and writing mostly run without the interpreter's lock, so in separate threads
+    they overlap with each other and with waits for the disk. Closing this generator (also by an
+    error in the consumer) closes ``items``.
 
     Args:
         depth: number of items to compute in advance; memory grows with it.
@@ -145,7 +145,7 @@ class ShardWorker:
 
     def _build(self, index: int, prefix: str, datasets: list[str], report: Report) -> ShardRecord:
         plan = self.plan
-        # One per thread: reading and encoding overlap.
+        # One Faults object per thread, because reading and encoding run at the same time.
         read_faults, code_faults = Faults(plan.config.on_error), Faults(plan.config.on_error)
         total = Counted()
         controls: collections.Counter[int] = collections.Counter()

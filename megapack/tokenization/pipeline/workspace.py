@@ -9,8 +9,8 @@
     out.build/<digest>/shard-000000.json         its record, written when the shard is complete
     out.manifest.json                            the plan and its totals: the build is complete
 
-Each plan has its own directory, so shards of two plans are never mixed. A whole build holds the
-lock of ``<prefix>.build`` exclusively; parts share it, and each holds the lock of its part.
+Each plan has its own directory, so shards of two plans are never mixed. A whole build locks
+``<prefix>.build`` exclusively. Parts of a build share that lock, and each also locks its own part.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class Workspace:
         self.root = Path(f"{config.output_prefix}.build")
         self.directory = self.root / plan.digest
         self._manifest = Path(f"{config.output_prefix}.manifest.json")
-        # Exists while outputs are written: a kill leaves only some of them.
+        # This file exists while outputs are written: a killed run leaves only some of the outputs.
         self._joining = self.directory / "joining"
 
     def finished(self) -> Totals | None:
@@ -191,7 +191,7 @@ class Workspace:
         """Return how the dataset at an output prefix differs from this plan's; None: equal."""
         changed = [] if before is None else self._changes(before)
         if changed:
-            return f"it was built from something else:\n  {_lines(changed)}"
+            return f"it was built with a different plan:\n  {_lines(changed)}"
         made_by = _plan_of(prefix)
         if made_by == self._plan.digest or (made_by is None and self._joining.exists()):
             return None
@@ -207,7 +207,9 @@ class Workspace:
         if now["inputs"] != before["inputs"] and self._has_contents(before):
             now["inputs"] = before["inputs"]  # only times or paths differ
         if now["on_error"] == "skip" or not lacks_documents(before["skipped"]):
-            del now["on_error"]  # no document was dropped, or faulty ones may be dropped now, too
+            del now[
+                "on_error"
+            ]  # "skip" accepts both results; "fail" accepts one without dropped documents
         return differences(before, now)
 
     def _has_contents(self, before: Mapping[str, Any]) -> bool:
@@ -250,7 +252,7 @@ class Workspace:
                 if self._config.overwrite:
                     for index in range(part[0], len(self._plan.shards), part[1]):
                         record = record_path(shard_prefix(self.directory, index))
-                        # First: without its record, the other files of a shard are ignored.
+                        # Remove the record first: the files of a shard without one are ignored.
                         record.unlink(missing_ok=True)
                         for path in self.directory.glob(f"{record.stem}*"):
                             path.unlink()
@@ -262,7 +264,7 @@ class Workspace:
 
     def missing(self) -> list[int]:
         """Return the shards without a record."""
-        # List the directory: NFS caches that a single name was absent.
+        # List the directory, because NFS may still report a new file as missing if asked for it.
         recorded = set(self.directory.glob("shard-*.json"))
         prefixes = [shard_prefix(self.directory, i) for i in range(len(self._plan.shards))]
         return [i for i, prefix in enumerate(prefixes) if record_path(prefix) not in recorded]
@@ -279,13 +281,13 @@ class Workspace:
                 changed = ["its plan cannot be read"]
             num_bytes = size(directory_bytes(directory))
             lines.append(
-                f"{directory} has {num_bytes} of another plan; --overwrite removes it:\n"
-                f"  {_lines(changed)}"
+                f"{directory} has {num_bytes} of shards of another plan; --overwrite removes "
+                f"them:\n  {_lines(changed)}"
             )
         return lines
 
     def join(self) -> None:
-        """Mark the output's names as incomplete; remove the manifest of an older dataset."""
+        """Record that the outputs are incomplete; remove the manifest of an older dataset."""
         self._joining.touch()
         self._manifest.unlink(missing_ok=True)
 
@@ -297,7 +299,7 @@ class Workspace:
     def found(self) -> None:
         """Remove shards of a complete build: a run may have been killed before it did."""
         if is_own_folder(self.root):
-            # If another process holds the lock, it removes them.
+            # If another process holds the lock, that process removes the shards.
             with contextlib.suppress(LockedError), WriterLock(self.root, what="tokenize"):
                 self._start_over()
                 self._remove()
@@ -403,7 +405,7 @@ def _bytes_read(block: TextBlock) -> int:
 
 
 def check_space(directory: Path, needed: int, *, to_join: int, note: Callable[[str], None]) -> None:
-    """Raise if the build cannot fit; report if two copies cannot fit.
+    """Raise if the disk cannot hold the build; call ``note`` if it cannot hold shards and result.
 
     Args:
         directory: of the result.
@@ -421,9 +423,9 @@ def check_space(directory: Path, needed: int, *, to_join: int, note: Callable[[s
         )
     if needed + to_join > free:
         note(
-            f"{directory} has {size(free)} free, enough for the shards (about {size(needed)}) but "
-            f"not also for the result (about {size(to_join)}): each shard is deleted once it is "
-            "copied, and has to be built again if the run is stopped before its end"
+            f"{directory} has {size(free)} free, enough for the shards (about {size(needed)}) "
+            f"but not for the result as well (about {size(to_join)}): each shard is deleted after "
+            "it is copied, and has to be built again if the run stops before the result is complete"
         )
 
 

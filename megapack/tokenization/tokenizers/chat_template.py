@@ -3,11 +3,11 @@
     template = ChatTemplate("{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}", "t")
     template.render(messages=[{"role": "user", "content": "hi"}])  # -> Rendered("user: hi", [])
 
-The environment is that of ``apply_chat_template``: sandbox, tags, filters, functions, and the keys
-under which a message's reasoning is passed. Two differences:
+Sandbox, tags, filters, functions, and the keys of a message's reasoning are those of
+``apply_chat_template``, with two differences:
 
-- The text never depends on the date or on chance: ``strftime_now`` needs a date (``clock``);
-  ``random`` and ``lipsum`` raise.
+- The text depends neither on the current date nor on random numbers: ``strftime_now`` uses a fixed
+  date (``clock``); ``random`` and ``lipsum`` raise.
 - Every error names the template and its line.
 
 A template may loop without end or allocate without limit: ``run_limited`` (limited.py) runs it.
@@ -63,7 +63,7 @@ class ChatTemplate:
         except Exception as error:
             line = getattr(error, "lineno", None)
             place = name if line is None else f"line {line} of {name}"
-            raise ConfigError(f"{place} is broken: {_reason(error)}") from error
+            raise ConfigError(f"{place} cannot be compiled: {_reason(error)}") from error
         undeclared = jinja2.meta.find_undeclared_variables(tree)
         self.variables = frozenset(undeclared) - set(self._environment.globals)
         self.marks_answers = self._environment.has_generation
@@ -87,7 +87,7 @@ class ChatTemplate:
                 if environment.num_characters > _MAX_CHARACTERS:
                     raise _Excess(f"it writes more than {_MAX_CHARACTERS:,} characters")
         except _Refusal as error:
-            raise DataError(f"{self._name} refuses it: {error}") from error
+            raise DataError(f"{self._name} refuses the conversation: {error}") from error
         except MemoryError:
             raise
         except Exception as error:
@@ -98,7 +98,8 @@ class ChatTemplate:
             # A macro or a {% set %} block returns the answer: its final position is unknown.
             if not text.startswith(answer, begin):
                 raise TemplateError(
-                    f"{self._name} has {{% generation %}} where its text is not written at once"
+                    f"{self._name} has {{% generation %}} inside a macro or a {{% set %}} block; "
+                    "move it out"
                 )
             spans.append((begin, begin + len(answer)))
         return Rendered(text, spans)
@@ -192,7 +193,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):  # type: ignor
 
     def __init__(self) -> None:
         self.has_generation = False
-        self.num_characters = 0  # written so far
+        self.num_characters = 0  # written before the current block
         self.generated: list[tuple[int, str]] = []  # where each marked answer begins, its text
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
@@ -214,7 +215,7 @@ def _refuse(message: str) -> None:
 
 
 def _no_chance(*_args: Any, **_kwargs: Any) -> None:
-    raise jinja2.TemplateRuntimeError("random and lipsum would make another corpus every time")
+    raise jinja2.TemplateRuntimeError("random and lipsum give different text in every run")
 
 
 def _to_json(

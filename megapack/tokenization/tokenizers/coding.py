@@ -265,7 +265,7 @@ class Chat(NamedTuple):
             try:
                 json.dumps([messages, variables], ensure_ascii=False).encode("utf-8")
             except UnicodeEncodeError as error:
-                raise DataError("a message contains half of a surrogate pair") from error
+                raise DataError("a message contains half a surrogate pair") from error
         return Chat(messages, variables)
 
 

@@ -321,7 +321,7 @@ def _read_hf(path: Path, data: bytes) -> tuple[int, dict[str, int], dict[str, An
         wrong = smallest if smallest < 0 else largest
         raise FormatError(
             f"{path} has the token id {wrong}; ids must be in [0, {_MAX_IDS:,}). Correct the "
-            "file, or fetch it again"
+            "file, or download it again"
         )
     return largest + 1, added, tree
 

@@ -1,4 +1,4 @@
-"""Directory of a run: what was run, on which data, with which code, and with which result.
+"""Directory of a run: its configuration, logs, checkpoints, exported model and final state.
 
     config.yaml            resolved configuration
     starts.jsonl           one line per start: versions, git, hosts, fingerprints, command
@@ -7,9 +7,9 @@
     checkpoints/           checkpoints, each with a ``manifest.json`` (``CheckpointManifest``)
     model/, model_average/ models for ``from_pretrained``
     end.json               why and where the run ended
-    run_id                 id of the run on a server of curves; owner of its mirror
+    run_id                 id of the run for Weights & Biases, and for its checkpoint mirror
     tensorboard/, batches/, profile/  curves, samples of every rank, traces, if requested
-    flight/                collectives of every rank after a timeout of NCCL
+    flight/                last collectives of every rank, written after an NCCL timeout
 
 Reading a run (``megapack-build report``) does not import torch.
 """
@@ -51,15 +51,13 @@ if TYPE_CHECKING:
 RUN_ID = "run_id"
 LOGS = ("log.jsonl", "evaluation.jsonl")
 MANIFEST = "manifest.json"
-_REMEDY = (
-    "restore it from a copy, or set checkpoint.fallback=true to continue from the checkpoint before"
-)
+_REMEDY = "restore it from a copy, or set checkpoint.fallback=true to use the previous checkpoint"
 Verify = Literal["size", "checksum"]
 _PACKAGES = ("torch", "deepspeed", "transformers", "numpy", "flash-attn", "triton")
 
 
 class RunDirectory:
-    """Paths of a run, and the files that one process writes."""
+    """Paths in the directory of a run; methods that write its files (lock, logs, end.json)."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -97,8 +95,8 @@ class RunDirectory:
     def held(self, world: World) -> Iterator[None]:
         """Lock the directory against other runs; collective.
 
-        The first rank holds a kernel lock, which ends with its process. ``end.json`` says
-        "running" until the run ends, and keeps saying so after a SIGKILL.
+        The first rank holds a kernel lock, which the kernel releases when the process exits.
+        ``end.json`` contains "running" until the run ends, and still does after a SIGKILL.
 
         Raises LockedError: another run holds the lock; the message names its host and process.
         """
@@ -131,7 +129,8 @@ class RunDirectory:
     def record_flight(self) -> None:
         """Let NCCL write the last collectives of every rank to ``flight/`` after a timeout.
 
-        Call it before the process group exists. Variables that are set already stay.
+        Call this before the process group is created. Environment variables that are already set
+        are not changed.
         """
         self.flight.mkdir(parents=True, exist_ok=True)
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
@@ -140,7 +139,7 @@ class RunDirectory:
             os.environ.setdefault(name, str(self.flight / "rank_"))
 
     def fail(self, message: str) -> None:
-        """Record why this process gives up, unless another process has recorded a reason."""
+        """Record the error that ends this process, unless ``end.json`` has a reason already."""
         if not self._is_held:
             return  # the directory belongs to another run
         with contextlib.suppress(OSError, ValueError):  # leave "running" on a full disk
@@ -164,8 +163,8 @@ class RunDirectory:
         """Drop the log lines after ``tokens`` tokens, which the resumed run will write again.
 
         Returns:
-            Warnings about damaged lines (dropped; a copy of the log is kept under another name) and
-            about lines that are missing at the end. No resume depends on a log.
+            Warnings about damaged lines (they are dropped, and a copy of the log is kept under
+            another name) and about missing last lines. Resuming does not need the logs.
         """
         problems = []
         for path in (self.log, self.evaluation, *self.batches.glob("*.jsonl")):
@@ -185,8 +184,8 @@ class RunDirectory:
             last = max((count for count, _ in lines), default=0)
             if path == self.log and last < tokens:
                 problems.append(
-                    f"{path} ends after {last:,} tokens, and the checkpoint has seen {tokens:,}: "
-                    "lines at its end are missing"
+                    f"{path} ends at {last:,} tokens, but the checkpoint was saved at {tokens:,}: "
+                    "the last lines of the log are missing"
                 )
             with atomic_write(path, "w") as file:
                 file.writelines(json.dumps(line) + "\n" for count, line in lines if count <= tokens)
@@ -221,7 +220,7 @@ class FileFacts:
         if size != self.bytes:
             return f"has {size} bytes instead of {self.bytes}"
         if verify == "checksum" and file_checksum(path, progress) != self.xxh3:
-            return "has another checksum than when it was written"
+            return "has a different checksum than when it was written"
         return None
 
 
@@ -259,8 +258,8 @@ class CheckpointManifest:
             raise ResumeError(f"{path} cannot be read: {error}") from error
         if not directory.name.startswith(f"step_{manifest.step:08d}_"):
             raise ResumeError(
-                f"{path}: step is {manifest.step}, and the checkpoint is named {directory.name}; "
-                "give the directory its former name"
+                f"{path}: step is {manifest.step}, but the checkpoint is named {directory.name}; "
+                "rename the directory to its original name"
             )
         return manifest
 
@@ -273,7 +272,8 @@ class CheckpointManifest:
 def tags_in(directory: Path) -> list[str]:
     """Return the names of the checkpoints, damaged ones included, by tokens seen.
 
-    Steps do not order them: a resumed run with another ``tokens_per_step`` counts steps anew.
+    They are not sorted by step: a run resumed with another ``tokens_per_step`` numbers its steps
+    differently.
     """
     names = (path.name for path in directory.glob("step_*") if path.is_dir())
     return sorted((name for name in names if "." not in name), key=tokens_of)

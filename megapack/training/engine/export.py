@@ -29,10 +29,10 @@ def export_model(
 ) -> None:
     """Write the engine's model; collective, since ZeRO-3 gathers its parameters.
 
-    The directory is replaced by a rename, so it is always complete. ``end`` is the token that ends
-    documents: ``generate`` stops at it, and pads with it.
+    The new model is written to a temporary directory, which then replaces ``directory``. ``end`` is
+    the token that ends documents: ``generate`` stops at it and pads with it.
     """
-    weights: dict[str, Tensor] | None = None  # None: the engine has them whole
+    weights: dict[str, Tensor] | None = None  # None: the engine holds complete weights
     if engine.zero_optimization_stage() == 3:
         import deepspeed  # noqa: PLC0415
 
@@ -70,7 +70,10 @@ def end_token(datasets: Sequence[SourceDocuments]) -> int | None:
     """Return the token that ends documents in all datasets, by their meta files; None: unknown."""
     tokens = set(end_tokens(datasets))
     if len(tokens) > 1:
-        logger.warning("the datasets end their documents differently (%s): no eos_token_id", tokens)
+        logger.warning(
+            "the datasets end their documents with different tokens (%s): no eos_token_id is set",
+            tokens,
+        )
     return tokens.pop() if len(tokens) == 1 else None
 
 
@@ -84,7 +87,8 @@ def tokenizer_of(config: ModelConfig) -> Any:
 def open_tokenizer(source: str, *, required: bool) -> Any:
     """Open a tokenizer from a directory, a hub name, a tokenizer.json or a .model.
 
-    If it cannot be loaded: raises ConfigError if ``required``, else logs it and returns None.
+    If the tokenizer cannot be loaded: raises ConfigError if ``required``, else logs the reason and
+    returns None.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: PLC0415
 
@@ -117,6 +121,6 @@ def _from_sentencepiece(path: Path) -> Any:
             if list(ids) == [model.encode(text) for text in _PROBES]:
                 return tokenizer
     raise ValueError(
-        "transformers gives other ids than sentencepiece for this file; name the directory of a "
+        "for this file, transformers and sentencepiece give different ids; set the directory of a "
         "transformers tokenizer instead"
     )

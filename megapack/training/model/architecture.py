@@ -1,6 +1,7 @@
 """Transformers configuration of a model, and checks of it and of its checkpoint.
 
-``model_configuration`` makes it from a preset, a checkpoint or any configuration, with overrides.
+``model_configuration`` makes the configuration from a preset, a checkpoint or any transformers
+configuration, with overrides.
 ``check_checkpoint`` compares tensors, ``attention_needs`` lists requirements of the attention, and
 ``position_limit`` is the longest possible document. transformers accepts unknown fields, sizes that
 fit no layer, and checkpoints of other models (with random values for missing tensors). This module
@@ -54,8 +55,9 @@ _ABOUT_THE_FILE = (
 def model_configuration(config: ModelConfig, vocab_size: int) -> Any:
     """Return the transformers configuration of a run.
 
-    Presets, and keys without ``vocab_size``, take that of the dataset, rounded up to
-    ``vocab_multiple``; other vocabularies must be at least as large as the dataset's.
+    A preset, or a ``config`` without ``vocab_size``, gets the dataset's vocabulary size, rounded up
+    to a multiple of ``vocab_multiple``. Other vocabularies must be at least as large as the
+    dataset's.
 
     Raises:
         ConfigError: an unknown preset, overrides that are not fields or fit no model, a vocabulary
@@ -232,7 +234,7 @@ def _overridden(
     problem = problems[0] if problems else _find_conflict(result.get_text_config(decoder=True))
     if problem:
         text = " ".join(problem.split())
-        # Name the overrides that the text mentions, literally or in words, else all.
+        # Name the overrides that the error text contains (``num_layers`` or "layers"), else all.
         in_words = [
             name for name in overrides if name.removeprefix("num_").replace("_", " ") in text
         ]
@@ -291,8 +293,8 @@ def _find_conflict(configuration: Any) -> str | None:
 def _rope_warnings(warnings: list[str]) -> Iterator[None]:
     """Append transformers' warnings about RoPE's parameters to ``warnings``.
 
-    Without ``warning_once``: these advise on how to write a configuration, and appear only once per
-    process, so that they would refuse a model the first time only.
+    Ignores those of ``warning_once``: they only advise on style, and each appears once per process,
+    so a model would be refused at its first check and accepted at the next.
     """
     logger = logging.getLogger("transformers.modeling_rope_utils")
     level, handler = logger.level, logging.Handler(logging.WARNING)
@@ -314,8 +316,8 @@ def _rope_warnings(warnings: list[str]) -> Iterator[None]:
 def check_checkpoint(config: ModelConfig, configuration: Any) -> None:
     """Check that checkpoint and model have the same tensors, by names and shapes.
 
-    Tensors that the checkpoint lacks would get random values, those that the model lacks be lost.
-    Raises ConfigError, naming the first tensors, and how many there are.
+    Tensors that the checkpoint lacks would get random values; tensors that the model lacks would be
+    lost. Raises ConfigError with the names of the first such tensors and their number.
     """
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
@@ -393,13 +395,13 @@ class PositionLimit:
     remedy: str
     """Alternative to shorter documents."""
     is_hard: bool = True
-    """The model has no further positions; False: it was not trained on them."""
+    """True: the model has no positions beyond ``tokens``. False: it was not trained on them."""
 
 
 def position_limit(configuration: Any, wanted: int) -> PositionLimit | None:
     """Return the limit of an architecture; None: any length, as with ALiBi or without positions.
 
-    The remedy allows ``wanted`` tokens.
+    ``PositionLimit.remedy`` describes the change that allows ``wanted`` tokens.
     """
     limit = getattr(configuration, "max_position_embeddings", None)
     alibi = configuration.model_type == "gpt2_alibi" or getattr(configuration, "alibi", False)
@@ -411,8 +413,8 @@ def position_limit(configuration: Any, wanted: int) -> PositionLimit | None:
     remedy = f"set model.overrides.max_position_embeddings={wanted}"
     if getattr(configuration, "rope_parameters", None):
         remedy += (
-            " (RoPE reaches any position; a checkpoint that was trained on shorter documents may "
-            "want another rope_theta or rope_type in model.overrides.rope_parameters)"
+            " (RoPE works for any position, but a checkpoint trained on shorter documents may need "
+            "another rope_theta or rope_type in model.overrides.rope_parameters)"
         )
     hard = not getattr(configuration, "rope_parameters", None)
     return PositionLimit(

@@ -34,8 +34,8 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Return ``scale * sum(-log softmax(cap(hidden @ weight.T))[label])``, and all losses.
 
-    A sum, because only the whole step knows the number of its label tokens (see ``engine``). A
-    micro batch without labels gives 0 and zero gradients.
+    It returns a sum, not a mean: the number of labels is known only for the whole step, and the
+    engine divides by it. A micro batch without labels gives loss 0 and zero gradients.
 
     Args:
         hidden: ``[T, width]``, the states before the head.

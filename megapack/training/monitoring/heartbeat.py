@@ -1,10 +1,10 @@
-"""Heartbeat: if a rank or node is lost or hangs, end the job and name it.
+"""Heartbeat: if a rank or node is lost or hangs, end the job with an error that names the rank.
 
 A collective that waits for a dead process reports a closed connection at best; with NCCL it waits
 for the whole timeout. So a thread of every rank regularly writes the rank's progress to a small
 store, which the first rank reads:
 
-    lost contact to rank 5 on node7                # no beat for engine.heartbeat_timeout_seconds
+    lost contact with rank 5 on node7              # no beat for engine.heartbeat_timeout_seconds
     no progress for 1800 seconds: rank 3 on node4 is behind, at micro step 7 of step 12, the
     furthest at the end of step 12                 # no progress for engine.hang_timeout_seconds
 """
@@ -31,8 +31,8 @@ LOST_CONTACT = 76
 class Heartbeat:
     """Thread that reports this rank and watches the others: ``with Heartbeat(world):``.
 
-    A beat contains the progress of the rank (``World.progress``), because the thread of a hanging
-    rank keeps beating.
+    A beat contains the progress of the rank (``World.progress``), because the heartbeat thread of a
+    rank that hangs still sends beats.
 
     Args:
         interval: seconds between beats.
@@ -91,9 +91,9 @@ class Heartbeat:
         return f"rank {rank} on {self._hosts[rank]}"
 
     def explain(self) -> str | None:
-        """Return a sentence that names the lost ranks after a failed collective; None: all beat.
+        """Return a sentence that names the ranks lost in a failed collective; None: no rank is.
 
-        Waits a few beats to be sure.
+        Waits for a few heartbeat intervals before it returns None.
         """
         timeout = 3 * self.interval
         deadline = time.monotonic() + timeout + 3 * self.interval
@@ -133,7 +133,7 @@ class Heartbeat:
             silent = [r for r in range(1, len(beats)) if now - self._seen[r][1] > timeout]
             stalled = self._stalled([json.loads(beat) for beat in beats], now)
         if silent:
-            self._lost = f"lost contact to {', '.join(map(self._name, silent))}"
+            self._lost = f"lost contact with {', '.join(map(self._name, silent))}"
         elif stalled:
             self._lost = stalled
         if self._lost is not None:
@@ -163,4 +163,6 @@ class Heartbeat:
         try:
             call()
         except RuntimeError:  # raised by torch's stores and networks
-            self._lost = f"lost contact to {self._name(0)}, which keeps the beats of all ranks"
+            self._lost = (
+                f"lost contact with {self._name(0)}, which stores the heartbeats of all ranks"
+            )

@@ -116,11 +116,12 @@ def test_file_of_many_names_is_read_once(tmp_path: Path, monkeypatch: pytest.Mon
     Path("linked.jsonl").symlink_to("x.jsonl")
     Path("hard.jsonl").hardlink_to("x.jsonl")
     for again in ("x.jsonl", "./x.jsonl", str(tmp_path / "x.jsonl"), "linked.jsonl", "hard.jsonl"):
-        messages = f"named again and read once: 1 file (first: {again} is x.jsonl)"
+        messages = f"named several times, but read once: 1 file (first: {again} is x.jsonl)"
         assert notes("x.jsonl", again) == (["x.jsonl"], [messages])
     paths, messages = notes("folder", ".", "folder")
     assert paths == ["folder/y.jsonl", "hard.jsonl"], "one of the three names of x.jsonl"
-    assert messages == ["named again and read once: 4 files (first: linked.jsonl is hard.jsonl)"]
+    text = "named several times, but read once: 4 files (first: linked.jsonl is hard.jsonl)"
+    assert messages == [text]
 
 
 def test_copies_of_a_file_are_two_files(tmp_path: Path) -> None:
@@ -140,7 +141,7 @@ def test_linked_folders_are_followed_and_loops_end(tmp_path: Path) -> None:
     (disk / "up").symlink_to(disk)
     paths, messages = notes(corpus)
     assert paths == [str(corpus / "a" / "part" / "x.jsonl")]
-    assert messages == [f"linked to, but entered already: 2 folders (first: {corpus}/a/up)"]
+    assert messages == [f"links to folders that are read already: 2 folders (first: {corpus}/a/up)"]
 
 
 def test_other_files_of_a_folder_are_counted_by_suffix(tmp_path: Path) -> None:
@@ -170,7 +171,7 @@ def test_folders_that_match_a_pattern_are_reported(tree: Path) -> None:
     (tree / "x.txt").write_text("text")
     paths, messages = notes(f"{tree}/*")
     assert paths == [str(tree / "x.txt")]
-    assert "matched by a pattern without ** and not entered: 2 folders" in messages[0]
+    assert "matched by a pattern without ** and not read: 2 folders" in messages[0]
     with pytest.raises(ConfigError, match=r"\[ab\]', but 2 folders; name them"):
         find_inputs([f"{tree}/[ab]"])
 

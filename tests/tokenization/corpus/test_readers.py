@@ -154,7 +154,7 @@ BAD_LINES = [
     (b'{"text": 5}', "wrong type", "'text' is a number, not a string"),
     (b'{"text": null}', "wrong type", "'text' is null, not a string"),
     (b'{"text": "\xff"}', "invalid UTF-8", "can't decode byte 0xff"),
-    (b'{"text": "\\ud800"}', "invalid UTF-8", "half of a surrogate pair"),
+    (b'{"text": "\\ud800"}', "invalid UTF-8", "half a surrogate pair"),
     (DEEP, "malformed JSON", "over 900 nested values"),
 ]
 
@@ -300,7 +300,7 @@ def test_damaged_parquet_page_is_an_error(tmp_path: Path) -> None:
         for at in range(400, 800):
             data[at] ^= 0x55
         path.write_bytes(bytes(data))
-        with pytest.raises(DataError, match=r"x\.parquet is damaged .*; fetch it again"):
+        with pytest.raises(DataError, match=r"x\.parquet is damaged .*; download it again"):
             read(path)
 
 

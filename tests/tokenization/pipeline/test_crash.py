@@ -298,7 +298,7 @@ def test_shards_are_deleted_during_the_join_on_a_small_disk(
     build = command(corpus, Path(), "--output-prefix", "")
     output = build_twice(tmp_path, 5, build)
     assert output["full.status"] == "0\n", output
-    assert "each shard is deleted once it is copied" in output["full.err"]
+    assert "each shard is deleted after it is copied" in output["full.err"]
     assert "nothing to do" in output["again.out"]
     assert files_of(tmp_path / "out") == calm
 

@@ -58,7 +58,7 @@ def test_parts_of_two_plans_never_join(tmp_path: Path, records: Path, run_build:
     with pytest.raises(MegapackError, match=r"shard 0 is not finished, .* \d+ of \d+ are missing"):
         run_build(records, finish=True, progress=progress, **changed)
     (message,) = progress.notes
-    assert "KiB of another plan; --overwrite removes it" in message
+    assert "KiB of shards of another plan; --overwrite removes them" in message
     assert "eod was None, is ['<eod>', 256]" in message
     assert not IndexedDataset.exists(tmp_path / "out")
     run_build(records, part=(0, 2), **changed)
@@ -426,7 +426,10 @@ def test_ray_cluster_that_loses_a_node_makes_the_same_dataset(
 
     with pytest.raises(FileNotFoundError, match=rf"'gone' \(on {socket.gethostname()}\)"):
         run_shards(Missing(), [0], lambda _: None, executor="ray")
-    with monkeypatch.context() as patch, pytest.raises(MegapackError, match="It ran 1 times; "):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(MegapackError, match="The task ran 1 times; "),
+    ):
         patch.setattr(executors, "_RETRIES", 0)
         run_shards(Killed(), [0], lambda _: None, executor="ray")
     node = cluster.add_node(num_cpus=1)

@@ -355,7 +355,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({"split_key": "id"}, "--split-key needs"),
     ({"label_names": "neox"}, "give --messages-key"),
     ({"split": "1,x"}, "not a list of numbers"),
-    ({"shard_bytes": 0}, "at least 1 byte"),
+    ({"shard_bytes": 0}, "it must be at least 1"),
 ]
 
 

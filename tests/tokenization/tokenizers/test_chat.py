@@ -317,7 +317,7 @@ BAD_CHATS: list[tuple[Any, str]] = [
         [{"role": "user", "content": "", "tool_calls": [{}]}],
         "role headers cannot express the tool_ca",
     ),
-    ([{"role": "user", "content": "\ud800"}], "a message contains half of a surrogate pair"),
+    ([{"role": "user", "content": "\ud800"}], "a message contains half a surrogate pair"),
 ]
 
 
@@ -325,7 +325,7 @@ def test_json_beyond_pythons_limits_is_refused() -> None:
     tools = json.dumps([{"name": "\ud800"}])
     for text, reason in (
         ('[{"role": "user", "content": ' + "1" * 5000 + "}]", "4300 digits"),
-        (json.dumps({"messages": CHAT, "tools": tools}), "half of a surrogate pair"),
+        (json.dumps({"messages": CHAT, "tools": tools}), "half a surrogate pair"),
         (json.dumps({"messages": CHAT, "tools": "["}), "tools is a string that is not JSON"),
         (json.dumps({"messages": CHAT, "tools": "[" * 10**6}), "is not JSON .*recursion"),
     ):
@@ -338,7 +338,7 @@ def test_invalid_conversation_is_refused(
 ) -> None:
     for messages, reason in BAD_CHATS:
         lines = (json.dumps({"messages": value}) + "\n" for value in (CHAT, messages))
-        (tmp_path / "x.jsonl").write_text("".join(lines))  # may contain half of a surrogate pair
+        (tmp_path / "x.jsonl").write_text("".join(lines))  # may contain half a surrogate pair
         with pytest.raises(DataError, match=rf"x\.jsonl:2: unusable chat \({reason}"):
             build_chats(tmp_path / "x.jsonl", byte_json, **HEADERS, overwrite=True)
 
@@ -448,9 +448,9 @@ FAILING = {
     "{% for i in [1, 2] recursive %}{{ loop([1, 2]) }}{% endfor %}": "recursion",
     "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}": "recursion",
     "{% for i in range(99) %}{{ 'x' * 99999 }}{% endfor %}": "writes more than 1,000,000",
-    "{{ messages | random }}": "random and lipsum would make another corpus",
-    "{{ [1, 2] | random }}": "random and lipsum would make another corpus",
-    "{{ lipsum() }}": "random and lipsum would make another corpus",
+    "{{ messages | random }}": "random and lipsum give different text",
+    "{{ [1, 2] | random }}": "random and lipsum give different text",
+    "{{ lipsum() }}": "random and lipsum give different text",
     "{{ 1 / 0 }}": "ZeroDivisionError: division by zero",
     "{{ [] + '' }}": "TypeError: can only concatenate list",
     "{% set x %}a{% generation %}b{% endgeneration %}{% endset %}{{ x }}": "written at once",
