@@ -215,7 +215,10 @@ def install(*, varlen: bool = True, full_validation: bool = False) -> None:
         return
     segments.require_loss_mask(varlen=varlen, full_validation=full_validation)
     if "megatron.training" in sys.modules:
-        raise ConfigError("megatron.training is imported already: call install() before its import")
+        raise ConfigError(
+            "megatron.training is imported already and has bound NeoX's functions; "
+            "call install() first"
+        )
     data_utils = importlib.import_module("megatron.data.data_utils")
     provider = NeoXProvider(varlen=varlen, full_validation=full_validation)
     loaders = next((n for n in LOADERS if hasattr(data_utils, n)), None)
