@@ -1,4 +1,4 @@
-"""nanotron's trainer on packed rows, by a configuration whose one data stage has dataset: null.
+"""nanotron's trainer on packed rows. The configuration has one data stage, with dataset: null.
 
     torchrun --nproc-per-node 8 examples/nanotron_packed.py --config-file config.yaml \
         --data-path corpus

@@ -2,10 +2,10 @@
 
 torchrun --nproc-per-node 2 examples/planned_verl.py
 
-The functions of a step of verl's trainer and workers, without Ray: ``balance_batch`` gives every
-rank the same number of samples, ``use_dynamic_bsz`` divides a rank's samples into micro batches
-below a limit of tokens, and verl's ``agg_loss`` divides by the tokens of the whole step. In a real
-run of verl, only ``verl.install()`` is needed.
+The script calls the functions of one step of verl's trainer and workers, without Ray:
+``balance_batch`` gives every rank the same number of samples, ``use_dynamic_bsz`` divides a rank's
+samples into micro batches below a limit of tokens, and verl's ``agg_loss`` divides by the tokens of
+the whole step. A real run of verl needs only ``verl.install()``.
 """
 
 from __future__ import annotations

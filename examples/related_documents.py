@@ -38,8 +38,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("prefix", help="dataset PREFIX.bin/.idx")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE.npy")
-    parser.add_argument("--group-tokens", type=int, default=8192, help="at most, of a group")
-    parser.add_argument("--neighbours", type=int, default=32, help="looked at of each document")
+    parser.add_argument("--group-tokens", type=int, default=8192, help="most tokens of a group")
+    parser.add_argument("--neighbours", type=int, default=32, help="number to search per document")
     args = parser.parse_args()
     dataset = IndexedDataset(args.prefix)
     nearest = neighbours_of(dataset, args.neighbours)
@@ -47,8 +47,8 @@ def main() -> None:
     np.save(args.output, ids)
     sizes = np.bincount(ids)
     print(
-        f"{args.output}: {len(ids):,} documents in {len(sizes):,} groups, {sizes.mean():.1f} in "
-        f"the mean; {(sizes == 1).sum():,} are on their own"
+        f"{args.output}: {len(ids):,} documents in {len(sizes):,} groups, {sizes.mean():.1f} on "
+        f"average; {(sizes == 1).sum():,} groups have one document"
     )
 
 

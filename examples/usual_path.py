@@ -32,7 +32,7 @@ def fill_samples(rests: Sample, capacities: list[int], promote: bool) -> Buckets
         while pool:
             used = sum(length for _, _, length in sample)
             fitting = [segment for segment in pool if used + segment[2] <= capacity]
-            larger = [c for c in capacities if used + pool[-1][2] <= c]  # hold one more document
+            larger = [c for c in capacities if used + pool[-1][2] <= c]  # fit one more document
             if fitting:
                 sample.append(fitting[0])
                 pool.remove(fitting[0])

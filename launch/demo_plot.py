@@ -34,16 +34,16 @@ COLORS = {"bucket": "#1d4ed8", "concat": "#c2410c"}
 GREY, INK, PALE = "#94a3b8", "#1e293b", "#e2e8f0"
 CAPTION = (
     "Same documents, model, first weights and tokens per step; both are scored on the same {valid} "
-    "held-out documents, each alone. Concatenated, as trainers do by default: cut every "
-    "{capacity:,} tokens, attention and labels continue into the next document. In buckets: only a "
-    "document longer than the largest is cut, and each sees itself alone. {loss} Attention work: "
-    "query-key pairs per token. One seed, 1.1 million parameters."
+    "held-out documents, each alone. Concatenated, as trainers do by default: text is cut every "
+    "{capacity:,} tokens; attention and labels continue into the next document. In buckets: only "
+    "documents longer than the largest bucket are cut; each attends only to itself. {loss} "
+    "Attention work: query-key pairs per token. One seed, 1.1 million parameters."
 )
 LOWER = (
     "It is this mask that lowers the loss: with it, concatenation trains as well (six seeds, "
     "docs/concepts.md)."
 )
-NOT_LOWER = "A run as short as this one does not show what the mask is worth (docs/concepts.md)."
+NOT_LOWER = "This run is too short to show the effect of the mask (docs/concepts.md)."
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Wait until a training log reaches a step; fail if the launch ends before."""
+"""Wait until a training log reaches a step; fail if the launch ends before that."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""megapack-evaluate of this checkout, for launchers that take a path; see there."""
+"""Start megapack-evaluate of this checkout, for launchers that need a path."""
 
 import sys
 

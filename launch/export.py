@@ -1,4 +1,4 @@
-"""megapack-export of this checkout, for launchers that take a path; see there."""
+"""Start megapack-export of this checkout, for launchers that need a path."""
 
 import sys
 

@@ -1,12 +1,14 @@
 #!/bin/bash
-# One task per GPU on several nodes. At Slurm's warning before the time limit: save, queue again.
+# Run megapack-pretrain with one task per GPU on several nodes. At Slurm's warning before the time
+# limit, the run saves a checkpoint, and this script queues the job again.
 #
 #   CONFIG=llama_1b_bucket NODES=8 launch/slurm.sh                   # calls sbatch
 #   CONFIG=... NODES=8 GPUS_PER_NODE=4 launch/slurm.sh --set optimizer.lr=1e-4
 #   CONFIG=... CONTAINER_IMAGE=nvcr.io#nvidia/pytorch:25.06-py3 launch/slurm.sh     # pyxis, enroot
 #
-# VENV=.venv has Python; in a container it is PYTHON=python3, with CONTAINER_MOUNTS (default: this
-# folder, at the same path). SBATCH_* variables are options of sbatch (partition, account, time);
+# VENV=.venv is the environment with Python; in a container PYTHON=python3 is used instead, and
+# CONTAINER_MOUNTS sets the mounts (default: this folder, at the same path).
+# SBATCH_* variables are options of sbatch (partition, account, time);
 # TASK_OPTIONS="--constraint=h100" adds others.
 #
 # A job that lost a rank, or got the warning before its first step, is queued again, at most

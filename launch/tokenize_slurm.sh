@@ -5,9 +5,8 @@
 #       --append-eod --output-prefix data/corpus
 # submits an array of 16 tasks, each of which builds every 16th shard with all CPUs of its allocation,
 # and one task after it that joins the shards. Inputs and output must be on a shared file system.
-# If a task fails, the last one is cancelled; the same command, with any number of tasks, continues
-# after the finished shards.
-#
+# If a task fails, Slurm cancels the joining task; the same command, with any number of tasks,
+# continues after the finished shards.
 #
 # Options of sbatch (partition, account, time) come from SBATCH_* variables, as sbatch reads them;
 # TASK_OPTIONS adds others, for example TASK_OPTIONS="--cpus-per-task=32 --mem=64G".

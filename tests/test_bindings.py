@@ -305,7 +305,7 @@ def test_unaligned_arrays_are_copied_or_refused() -> None:
     assert assigned.tolist() == _core.assign_evenly(costs, sizes).tolist()
     index = pack(LENGTHS, buckets=[8, 16])
     index.verify(unaligned(LENGTHS))
-    with pytest.raises(ValueError, match="segment_length must be one contiguous, aligned"):
+    with pytest.raises(ValueError, match="segment_length must be a contiguous, aligned array"):
         _core.attention_cost(index.sample_segment_offsets, unaligned(index.segment_length))
     out = [np.zeros(8, dtype) for dtype in (np.int64, np.int64, np.float32, np.int64)]
     for which, name in enumerate(("tokens", "labels", "loss_mask", "position_ids")):

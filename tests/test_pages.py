@@ -158,8 +158,8 @@ def test_a_page_that_does_not_hold_is_found(text: str, tmp_path: Path) -> None:
 
 PLACES = ("launch/*.sh", "configs/*.yaml", "examples/*.py", "megapack/cli/*.py")
 FILES = sorted({*pages(), *(path for place in PLACES for path in ROOT.glob(place))})
-# At the beginning of a line, behind a prompt or the mark of a comment, to the line that does not
-# end in a backslash (which stands doubled in a docstring).
+# A command at the beginning of a line, possibly after a prompt or a comment sign; it extends to the
+# first line that does not end in a backslash (doubled in a docstring).
 COMMAND = re.compile(
     r"^[ \t]*(?:[#$*>][ \t]+)?megapack-build[ \t]+(?=[a-z])((?:[^\n]*\\\n)*[^\n]*)", re.MULTILINE
 )
@@ -170,7 +170,7 @@ ASSIGNED = re.compile(r"^([A-Z_]+)=(?:\$\{\w+:-)?([\w,./-]+)\}?", re.MULTILINE)
 def _words(text: str, variables: dict[str, str]) -> list[str]:
     """Return the words of a shell command up to a comment, with variables replaced."""
     joined = re.sub(r"\\+\n[ \t]*#?", " ", text)
-    # ${NAME##*,} is the last of a list.
+    # ${NAME##*,} is the last element of a list.
     lasts = {name: value.rpartition(",")[2] for name, value in variables.items()}
     joined = re.sub(r"\$\{(\w+)##\*,\}", lambda match: lasts.get(match[1], match[0]), joined)
     joined = re.sub(r"\$(\w+)", lambda match: variables.get(match[1], match[0]), joined)
@@ -212,12 +212,12 @@ def test_every_command_is_documented() -> None:
 def test_documented_commands_parse(
     path: Path, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The real parser accepts it."""
+    """The real parser accepts every documented command."""
     name, *rest = words
     assert name in COMMANDS, f"{path}: megapack-build {name}"
     if rest == ["--help"]:
         return
-    if "..." in rest:  # left out on purpose: only the options that are named can be wrong
+    if "..." in rest:  # incomplete on purpose: check only the options that are named
         _assert_options_exist(path, name, rest)
         return
     try:
@@ -313,7 +313,7 @@ def _pattern(message: str) -> str:
 
 @pytest.fixture(scope="module")
 def said() -> str:
-    """Return all strings of the package except docstrings, one per line, without inserts."""
+    """Return all strings of the package except docstrings, one per line; ~ replaces values."""
     found = []
     for path in (ROOT / "megapack").rglob("*.py"):
         tree = ast.parse(path.read_text())

@@ -74,10 +74,10 @@ BELOW: dict[ModuleType, dict[str, tuple[str, str]]] = {
         ),
     },
     groups: {
-        "a model of folders that is given the files before": ("GROUPS", "DEFAULT"),
-        "given the files before, a model of folders": ("GROUPS", "DEFAULT"),
-        "it is the folder": ("GROUPS", "STRANGERS"),
-        "attention across strangers makes": ("DEFAULT", "STRANGERS"),
+        "a model trained on folders, with earlier files in view": ("GROUPS", "DEFAULT"),
+        "with earlier files in view, a model trained on folders": ("GROUPS", "DEFAULT"),
+        "the relation matters": ("GROUPS", "STRANGERS"),
+        "attention across unrelated files makes": ("DEFAULT", "STRANGERS"),
     },
     repetition: {
         "16 epochs of files are worse": ("FRESH", "SIXTEEN"),
@@ -137,7 +137,7 @@ OTHERS = {
     "the shorter the bucket, the more tokens per second",
     "BucketLLM needs less time than Fixed-8192 to equal loss",
     "dealing changes no gradient",
-    "a model of folders reads a file better behind others",
+    "a model trained on folders predicts a file better after others",
     "a model with FIM fills in better when it sees the suffix",
     "suffix first (SPM) fills in better than PSM",
 }

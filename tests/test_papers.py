@@ -19,7 +19,7 @@ QUOTED = sorted(set(re.findall(r"`([^`\n]+)`", PAGE)))
 
 
 def defined_in(path: Path) -> set[str]:
-    """Names of the functions and classes of a file."""
+    """Return the names of the functions and classes of a file."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     kinds = (ast.FunctionDef, ast.ClassDef)
     return {node.name for node in ast.walk(tree) if isinstance(node, kinds)}

@@ -40,7 +40,7 @@ WRITTEN_BY_INSTALLERS = ("version.py", "git_version_info_installed.py")
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """Documents by what they are; the rest follows from the disk."""
+    """Selection of documents from the installed packages."""
 
     domain: Literal["code", "prose"]
     train_bytes: int
@@ -54,9 +54,9 @@ class Corpus:
     injected: tuple[str, ...] = ()
     """Texts of further training documents, in front of the others."""
     cut: float = 0.0
-    """Share of the training documents that are two: cut somewhere, wherever a hash says."""
+    """Share of the training documents that are cut in two, at a position given by a hash."""
     folders: bool = False
-    """Files of a folder follow each other and are a group; folders are held out whole."""
+    """Files of a folder are consecutive and form a group; whole folders are held out."""
 
 
 @dataclass(frozen=True)
@@ -66,35 +66,35 @@ class Prepared:
     train: Path
     valid: Path
     key: str
-    """Of the text and the tokenizer: equal keys, equal tokens."""
+    """Digest of text and tokenizer: equal keys mean equal tokens."""
     tokenizer: Path
-    """The model file."""
+    """Model file of the tokenizer."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the training documents."""
+        """Number of tokens of the training documents."""
         return IndexedDataset(self.train).num_tokens
 
 
-Document = tuple[str, str]  # its text, and the folder it comes from, where folders are groups
+Document = tuple[str, str]  # text, and its folder if folders are groups (else "")
 
 _ready: dict[Corpus, Prepared] = {}
 
 
 def remember(corpus: Corpus, prepared: Prepared) -> None:
-    """Read what another process prepared; searching the text again takes seconds."""
+    """Use documents that another process prepared, because searching the text takes seconds."""
     _ready[corpus] = prepared
 
 
 def tokenizer_file() -> Path:
-    """The model file that all corpora share."""
+    """Return the model file of the tokenizer that all corpora share."""
     return next((prepared.tokenizer for prepared in _ready.values()), None) or tokenizer()[0]
 
 
 @contextlib.contextmanager
 def complete(folder: Path) -> Iterator[Path]:
-    """A folder to write to, which gets this name when the block ends without an error; another
-    process may have been faster, with the same."""
+    """Yield a temporary folder to write to; rename it to ``folder`` if the block ends without an
+    error. If another process has already created ``folder``, drop the temporary one."""
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -109,7 +109,7 @@ def complete(folder: Path) -> Iterator[Path]:
 
 @functools.cache
 def prepare(corpus: Corpus) -> Prepared:
-    """The documents of ``corpus`` on disk, tokenized now unless they are there.
+    """Return the tokenized documents of ``corpus``; tokenize them unless they are on disk.
 
     Raises:
         SystemExit: this installation has too little text.
@@ -137,7 +137,7 @@ def prepare(corpus: Corpus) -> Prepared:
 
 @functools.cache
 def tokenizer() -> tuple[Path, str]:
-    """The model file, made unless it is there, and the key of the text it was trained on."""
+    """Return the model file (train it unless it exists) and the key of its training text."""
     sample = [
         document
         for domain in ("code", "prose")
@@ -154,7 +154,7 @@ def tokenizer() -> tuple[Path, str]:
 
 
 def _texts(corpus: Corpus) -> dict[str, list[Document]]:
-    """Documents of both splits, in an order that is as good as random."""
+    """Return the documents of both splits, in the order of ``_files``."""
     budget = {"train": corpus.after_bytes + corpus.train_bytes, "valid": corpus.valid_bytes}
     texts: dict[str, list[Document]] = {"train": [(t, "") for t in corpus.injected], "valid": []}
     seen: set[str] = set()
@@ -182,7 +182,7 @@ def _texts(corpus: Corpus) -> dict[str, list[Document]]:
 
 
 def _parts(text: str, share: float) -> tuple[str, ...]:
-    """The text, or the two parts of it where its hash is among that share."""
+    """Return the text, or its two parts if its hash falls into ``share``."""
     chosen, place = (int(_digest(text)[i : i + 12], 16) / 16**12 for i in (0, 12))
     at = round(place * len(text))
     return (text[:at], text[at:]) if chosen < share and 0 < at < len(text) else (text,)
@@ -190,10 +190,11 @@ def _parts(text: str, share: float) -> tuple[str, ...]:
 
 @functools.cache
 def _files(folders: bool) -> list[tuple[bytes, Path, str]]:
-    """(hash, path, folder): shuffled by the hash of the relative path, or of the folder's."""
+    """Return (hash, path, folder) of all files, shuffled by the hash of the relative path, or of
+    the folder if ``folders``."""
     root = Path(sysconfig.get_paths()["purelib"])
     if missing := [package for package in PACKAGES if not (root / package).is_dir()]:
-        print(f"corpora without {', '.join(missing)}: not those of the logs", file=sys.stderr)
+        print(f"{', '.join(missing)} not installed: corpora differ from the logs", file=sys.stderr)
     found = []
     for path in (path for package in PACKAGES for path in (root / package).rglob("*.py")):
         if path.name not in WRITTEN_BY_INSTALLERS:
@@ -211,7 +212,7 @@ def _documents(path: Path, domain: str) -> Iterator[str]:
             yield source
             return
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about the source of others
+            warnings.simplefilter("ignore")  # of the packages' source
             tree = ast.parse(source)
     except (UnicodeDecodeError, SyntaxError, ValueError, RecursionError, OSError):
         return

@@ -22,7 +22,7 @@ class CheckedArray {
     // Checks elements [begin, end); they may be read from then on.
     void require(std::int64_t begin, std::int64_t end) const {
         check(begin >= 0 && begin <= end && end <= array_.size(), "elements [", begin, ", ", end,
-              ") of an array of ", array_.size());
+              ") are outside an array of ", array_.size());
         const py::gil_scoped_release unlocked;
         checks_.require(begin * width(), end * width());
     }
@@ -40,7 +40,7 @@ class CheckedArray {
   private:
     static Span<const std::uint8_t> bytes_of(const py::array& array) {
         check(array.ndim() == 1 && (array.size() < 2 || array.strides(0) == array.itemsize()),
-              "array must be one contiguous dimension");
+              "array must be contiguous and have one dimension");
         return {static_cast<const std::uint8_t*>(array.data()),
                 static_cast<std::int64_t>(array.nbytes())};
     }
@@ -87,7 +87,7 @@ inline Integers integers(const py::object& object, const char* name) {
           "; it must be int32 or int64");
     check(array.ndim() == 1 && (array.size() < 2 || array.strides(0) == dtype.itemsize()) &&
               is_aligned(array),
-          name, " must be one contiguous, aligned dimension");
+          name, " must be a contiguous, aligned array of one dimension");
     return {array.data(), array.size(), dtype.itemsize() == 8, checks};
 }
 

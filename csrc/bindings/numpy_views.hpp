@@ -43,7 +43,7 @@ template <typename T>
 Span<T> mutable_view(OutputArray<T>& array, const char* name) {
     check(array.ndim() == 1, name, " has ", array.ndim(), " dimensions; it must have 1");
     check(array.writeable() && is_aligned(array), name,
-          " is read-only or not aligned; pass an array that owns its memory");
+          " is read-only or not aligned; pass a writable, aligned array");
     return {array.mutable_data(), array.size()};
 }
 

@@ -33,7 +33,7 @@ TokenType token_type(const py::dtype& dtype) {
 TokenArray token_array(const py::array& array, const char* name) {
     const py::dtype dtype = array.dtype();
     check(array.ndim() == 1 && (array.size() < 2 || array.strides(0) == dtype.itemsize()), name,
-          " must be one contiguous dimension");
+          " must be contiguous and have one dimension");
     const auto address = reinterpret_cast<std::uintptr_t>(array.data());
     check(address % static_cast<std::uintptr_t>(dtype.itemsize()) == 0, name, " is not aligned");
     return {array.data(), array.size(), token_type(dtype)};
@@ -222,7 +222,8 @@ class Gatherer {
               const Array<std::int64_t>& excluded_by,
               const std::optional<Array<std::uint8_t>>& segment_joined, std::int64_t first_document,
               std::int64_t fim_longest) {
-        check(shard >= 0 && shard < ssize(shards_), "shard ", shard, " of ", shards_.size());
+        check(shard >= 0 && shard < ssize(shards_), "shard ", shard, " does not exist; there are ",
+              shards_.size(), " shards");
         Shard& place = shards_[shard];
         if (place.is_open()) return;
         Shard opened(index_view(index_bytes, index_name));

@@ -75,7 +75,7 @@ Range store_tokens(const py::array& tokens, py::array& out, std::int64_t begin, 
             using From = decltype(zero);
             const auto span = typed_view<const From>(tokens, "tokens");
             check(begin >= 0 && begin <= all.size() && span.size() <= all.size() - begin,
-                  span.size(), " tokens do not fit behind position ", begin, " of ", all.size());
+                  span.size(), " tokens do not fit after position ", begin, " of ", all.size());
             const std::pair<From, From> range =
                 unlocked([&] { return store(span, all.subspan(begin, span.size()), low, high); });
             return {range.first, range.second};

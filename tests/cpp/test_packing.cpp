@@ -177,7 +177,7 @@ void test_faults_are_found() {
     }
 }
 
-// Random numbers in the arrays are refused or keep the laws.
+// check_laws refuses random numbers in the arrays, or the index still keeps the laws.
 void test_random_damage_is_found() {
     const Random random(9);
     int refused = 0;

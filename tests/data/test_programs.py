@@ -1,6 +1,6 @@
 """Programs of runs: stages change the draws, and no cursor is lost or set back.
 
-MEGAPACK_PROGRAMS=1000 runs the longer form.
+MEGAPACK_PROGRAMS=1000 tests that many random programs instead of 100.
 """
 
 from __future__ import annotations
@@ -152,8 +152,8 @@ def test_decided_skips_skip_the_draws_of_the_run_at_the_decision(
     cost_window: int,
     data: st.DataObject,
 ) -> None:
-    """Cover several skips at one step, skips over stages, and over decided weights, which are void
-    once the run goes back behind them."""
+    """Cover several skips at one step, skips over stages, and skips over decided weights, which are
+    discarded if the run goes back to an earlier step."""
     pool = [0, 4]
     names = [NAMES[s] for s in pool]
     blends = st.sampled_from([(1.0, 1.0), (0.0, 1.0), (2.0, 1.0)])
@@ -329,10 +329,10 @@ def edited_run(number: int, num_edits: int = 4) -> Run:
 
 
 def test_edited_runs_keep_every_law() -> None:
-    """Chain reweight, add, remove, other steps, other order, skip, stop and resume on other ranks.
-    The laws: a step once taken never changes, from a state or from scratch; no sample is
-    repeated or missed within an epoch of its source's bucket; shares are within their bound; all
-    ranks have one bucket at a time and together the step."""
+    """Chain random edits (weights, sources, sizes, orders, skips), stops and resumes. The laws: a
+    step once taken never changes, whether the run resumes or is computed again; no sample is
+    repeated or missed within an epoch of its source's bucket; shares are within their bound; ranks
+    have one bucket at a time, and together the samples of the step."""
     kinds: set[str] = set()
     for number in range(PROGRAMS):
         run = Run(number)
@@ -438,7 +438,7 @@ def check_shares(schedule: Schedule, seen: list[list[int]]) -> None:
 
 
 def check_ranks(schedule: Schedule, step: int) -> None:
-    """With any fitting number of ranks and micro batch: one bucket at a time, together the step."""
+    """Check that ranks have one bucket at a time, and together the samples of the step."""
     options = {"pad_last": True, "num_steps": step + 1, "weighted_loss": True}
     for size, micro in ((1, 16), (3, 16)):
         arguments = [of_rank(rank, size, micro, **options) for rank in range(size)]
@@ -532,7 +532,7 @@ def test_queries_equal_counting_step_by_step() -> None:
 
 
 def check_steps_of(schedule: Schedule, num_steps: int) -> None:
-    """The steps of every sample are those that hold it."""
+    """Check that ``steps_of`` returns the steps that hold a sample, for every sample."""
     held: dict[int, list[int]] = defaultdict(list)
     for step in range(num_steps):
         source, local = schedule.samples.locate(schedule.step(step).sample_ids)

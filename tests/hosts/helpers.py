@@ -1,4 +1,4 @@
-"""A host's C++ helpers, which only its own datasets need, compiled outside of its tree."""
+"""Compile and load a host's C++ helpers, which only the host's own datasets need."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MODULE = "megatron.core.datasets.helpers_cpp"
 
 
 def compile_helpers(tree: Path, folder: Path) -> Path:
-    """The compiled module, in the folder. Raises CalledProcessError."""
+    """Compile the helpers into ``folder``; return the path. Raises CalledProcessError."""
     including = subprocess.run(
         [sys.executable, "-m", "pybind11", "--includes"], check=True, capture_output=True, text=True
     )
@@ -23,7 +23,7 @@ def compile_helpers(tree: Path, folder: Path) -> Path:
 
 
 def load_helpers(path: str) -> None:
-    """As the module that the host imports by its name."""
+    """Load the compiled helpers under the name by which the host imports them."""
     spec = importlib.util.spec_from_file_location(MODULE, path)
     assert spec is not None and spec.loader is not None
     sys.modules[MODULE] = importlib.util.module_from_spec(spec)

@@ -215,7 +215,7 @@ def test_fewest_ranks_share_a_long_document() -> None:
 
 
 def test_more_micro_batches_if_documents_do_not_fit_together() -> None:
-    """Five of 5,000 tokens on four ranks of 8,192 do not fit into one micro batch."""
+    """Five documents of 5,000 tokens do not fit into one micro batch of four ranks of 8,192."""
     plan = plan_step([5000] * 5, num_ranks=4, max_tokens_per_rank=8192)
     assert plan.num_micro_batches == 2
     # They fit if they are shared.
@@ -335,7 +335,7 @@ def test_plan_is_frozen_and_refuses_ranks_out_of_range() -> None:
         plan.num_ranks = 3
     with pytest.raises(ValueError, match="rank is 2; the plan is for 2 ranks"):
         plan.of_rank(2)
-    for rank in (-1, 2):  # chunks of another rank
+    for rank in (-1, 2):  # indexing would silently return chunks of another rank
         with pytest.raises(ValueError, match=f"cp_rank is {rank}; it must be from 0 to 1"):
             context_parallel_indices(np.array([0, 8]), 2, rank)
 
@@ -385,7 +385,7 @@ def random_step(seed: int) -> tuple[list[int], dict[str, Any], list[int] | None]
     groups = None
     if below(3) == 0:
         groups = generator.integers(0, 12, len(lengths)).tolist()
-        if max_context_parallel_size > 1:  # such that ranks hold each as a whole
+        if max_context_parallel_size > 1:  # limit groups so that ranks can hold each one whole
             options.pop("max_costs_per_rank", None)
             room = dict.fromkeys(range(12), max_context_parallel_size * max_tokens)
             places = dict.fromkeys(range(12), options["max_documents_per_rank"] or 99)

@@ -53,7 +53,7 @@ def test_temporary_errors_change_no_batch(
     kinds = dict.fromkeys(("slow_down", "cut", "short", "flip"), 0.2)
     line.faults = Faults(**kinds)
     assert run(address) == run(tmp_path / "docs")
-    assert all(line.counts[kind] > 0 for kind in kinds), "the test showed nothing"
+    assert all(line.counts[kind] > 0 for kind in kinds), "a kind of error never occurred"
 
 
 def test_slow_line_is_not_an_error(
@@ -69,7 +69,7 @@ def test_slow_line_is_not_an_error(
 
 
 def test_damaged_bytes_reach_a_batch_without_checksums(line: Line, tmp_path: Path) -> None:
-    """The test above detects real damage: the same proxy, without checksums."""
+    """Check that the proxy really damages bytes: without checksums they reach a batch."""
     address = put_dataset(tmp_path / "docs")
     client.remove_object(f"{address}.checksums")
     far, near = IndexedDataset(address), IndexedDataset(tmp_path / "docs")
@@ -335,14 +335,14 @@ class WeakTags(Answers):
 
 
 def test_object_with_weak_tag_is_read() -> None:
-    """Web servers send weak tags; once every range was reported as a replaced object."""
+    """Regression: every range of an object with a weak tag was reported as a replaced object."""
     with serving(WeakTags) as server:
         root = f"http://127.0.0.1:{server.server_port}"
         found = find_object(f"{root}/docs.idx")
         assert found is not None and found.etag == 'W/"1"'
         assert bytes(found.read(2, 5)) == b"234"
         others = [f"{root}/{name}" for name in "ab"]
-        assert find_duplicates(others) == {}, "a tag says nothing of another address"
+        assert find_duplicates(others) == {}, "equal tags of two addresses mean nothing"
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 410, 501])
@@ -411,7 +411,7 @@ def test_whole_files_and_ranges_have_equal_retries(line: Line, tmp_path: Path) -
 
 
 def test_unreadable_local_file_is_not_a_store_error(line: Line, tmp_path: Path) -> None:
-    """A missing local file is not searched in the store, and no object is removed first."""
+    """The error names the missing local file, and no object is removed before it."""
     with pytest.raises(FileNotFoundError, match=f"'{tmp_path}/nobody'"):
         put_object(f"{address_of(tmp_path / 'docs')}.samples", tmp_path / "nobody")
     with pytest.raises(IsADirectoryError):

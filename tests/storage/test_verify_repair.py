@@ -125,7 +125,7 @@ def test_damage_is_named_and_repaired_to_the_byte(tmp_path: Path, case: Case) ->
     assert codes(prefix) == [] and codes(prefix, "warning") == []
     original = tmp_path / "data.idx.orig"
     assert original.read_bytes() == damaged[".idx"]
-    assert original.stat().st_ino == inode, "a copy: a crash leaves half of it"
+    assert original.stat().st_ino == inode, "a copy, which a crash could leave incomplete"
     assert repair(prefix) == []
 
 
@@ -159,7 +159,7 @@ def test_floats_are_not_tokens(tmp_path: Path, code: int, dtype: type) -> None:
 
 
 def test_overflowed_pointers_are_recomputed(tmp_path: Path) -> None:
-    """Old releases summed them in 32 bits (40 billion tokens; here a sparse .bin)."""
+    """Old releases summed pointers in 32 bits (40 billion tokens; here a sparse .bin)."""
     n = 2**30 - 1
     lengths, documents = [n] * 5, list(range(6))
     pointers = (np.arange(5) * n * 2).astype(np.int32).tolist()

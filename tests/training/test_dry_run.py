@@ -58,7 +58,7 @@ def test_busiest_rank_equals_that_of_drawn_samples(
 
 
 def test_flops_are_those_of_the_whole_run(corpus: Corpus, blend: Path, tmp_path: Path) -> None:
-    """Regression: only the first steps counted, and a growing window makes later ones dearer."""
+    """Regression: only the first steps counted, but a growing window makes later ones costlier."""
     grows = {"from_step": 60, "attention_window": 128, "window_steps": 100}
     write_blend(blend, corpus, attention_window=2, stages=[grows])
     config = load_config(
@@ -144,7 +144,7 @@ def test_missing_tokenizer_is_found_before_the_start(corpus: Corpus, tmp_path: P
 def test_dry_run_refuses_what_a_start_refuses(
     corpus: Corpus, tmp_path: Path, sections: dict[str, Any], message: str
 ) -> None:
-    """Regression: each was printed as a plan."""
+    """Regression: the dry run printed a plan for each of these configurations."""
     (tmp_path / "run" / "checkpoints" / "step_00000002_tokens_9").mkdir(parents=True)
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / "run_id").write_text("of another")
@@ -159,7 +159,7 @@ def test_dry_run_refuses_what_a_start_refuses(
 
 
 def test_dry_run_refuses_what_the_checkpoint_refuses(corpus: Corpus, tmp_path: Path) -> None:
-    """Regression: it was printed as a plan, and the run was done at once, at step 9 of 8."""
+    """Regression: the dry run printed a plan, and the run then ended at once, at step 9 of 8."""
     config = load_config(PretrainConfig, corpus.config(tmp_path / "run", num_steps=10))
     newest = tmp_path / "run" / "checkpoints" / "step_00000009_tokens_9"
     newest.mkdir(parents=True)

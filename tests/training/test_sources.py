@@ -214,8 +214,8 @@ def test_attention_stays_in_the_window(new_run: NewRun, corpus: Corpus, blend: P
 def test_fim_documents_have_their_middle_last(
     new_run: NewRun, corpus: Corpus, tmp_path: Path
 ) -> None:
-    """The loss is that of the documents of the definition, for any number of ranks; the plan states
-    how many have room."""
+    """The loss equals that of documents transformed by the definition; the plan states how many
+    documents have room for sentinels."""
     dataset = IndexedDataset(corpus.train)
     index = pack(dataset.document_lengths, "bucket", buckets=BUCKETS, fim_room=3)
     index.save(tmp_path / "train.samples", source=dataset)

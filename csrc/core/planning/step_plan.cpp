@@ -33,7 +33,7 @@ void check_rules(const StepRules& rules) {
     within("linear_cost_tokens", rules.linear_cost_tokens, 0, std::int64_t{1} << 28);
     within("micro_batch_multiple", rules.multiple, 1, kMost);
     check(rules.max_documents >= 1, "max_documents_per_rank is ", rules.max_documents,
-          "; at least 1 is needed");
+          "; it must be at least 1");
     const std::int64_t degree = rules.max_context_parallel_size;
     check(degree >= 1 && (degree & (degree - 1)) == 0 && degree <= rules.num_ranks,
           "max_context_parallel_size is ", degree,
@@ -109,13 +109,13 @@ class Costs {
         for (std::int64_t i = 0; i < lengths_.size(); ++i) {
             const double cost = given(i, k);
             check(std::isfinite(cost) && cost >= 0, "document ", i, " has the cost ", cost,
-                  "; it must be a number from 0 on");
+                  "; it must be finite and at least 0");
             largest = std::max(largest, cost);
         }
         shift_.push_back(largest > 0 ? std::ilogb(largest) : 0);
         if (caps_.empty()) return;
         check(caps_[k] >= 0, "max_costs_per_rank of kind ", k, " is ", caps_[k],
-              "; it must be a number from 0 on");
+              "; it must be at least 0");
         double sum = 0;
         for (std::int64_t i = 0; i < lengths_.size(); ++i) {
             sum += of(i, k);
@@ -213,15 +213,15 @@ Members whole_groups(Span<const std::int64_t> lengths, const Costs& costs,
               " ranks (max_context_parallel_size) of ", rules.max_tokens,
               " tokens (max_tokens_per_rank) hold ",
               rules.max_context_parallel_size * rules.max_tokens,
-              ": raise one of them, or part the group");
+              ": raise one of them, or split the group");
         check(ssize(documents) <= rules.max_documents, "group ", group, " has ", documents.size(),
               " documents; a rank holds ", rules.max_documents,
-              " (max_documents_per_rank): raise it, or part the group");
+              " (max_documents_per_rank): raise it, or split the group");
         for (std::int64_t k = 0; k < costs.num_caps(); ++k) {
             check(costs.fit(documents, k), "group ", group, " costs more (kind ", k, ") than ",
                   rules.max_context_parallel_size,
                   " ranks (max_context_parallel_size) may have (max_costs_per_rank): raise it, or "
-                  "part the group");
+                  "split the group");
         }
         members.add(documents);
     }

@@ -34,11 +34,12 @@ std::uint64_t share_of(std::int64_t part, std::int64_t whole) {
 
 void check_weights(Span<const std::int64_t> weights) {
     check(weights.size() > 0 && weights.size() < (std::int64_t{1} << 30), "a blend of ",
-          weights.size(), " sources; it has 1 to 2^30");
+          weights.size(), " sources; it must have 1 to 2^30 - 1");
     std::int64_t total = 0;
     for (std::int64_t i = 0; i < weights.size(); ++i) {
         check(weights[i] >= 0 && weights[i] <= kMaxTotal - total, "weight ", weights[i],
-              " of source ", i, " of a blend; weights are not negative and sum to at most 2^62");
+              " of source ", i,
+              " of a blend; weights must not be negative and must sum to at most 2^62");
         total += weights[i];
     }
     check(total > 0, "all ", weights.size(), " weights of a blend are 0");
@@ -105,9 +106,9 @@ Blend::Blend(Span<const std::int64_t> weights)
 
 Blend::Range Blend::range(std::int64_t begin, std::int64_t end) const {
     check(0 <= begin && begin <= end && end <= kMaxPosition, "positions [", begin, ", ", end,
-          ") of a blend; they lie in [0, 2^53]");
+          ") of a blend; they must lie in [0, 2^53]");
     check(end - begin <= std::numeric_limits<std::int32_t>::max(), "positions [", begin, ", ", end,
-          ") of a blend are more than 2^31 at a time");
+          ") of a blend exceed the limit of 2^31 - 1 positions at a time");
     const std::int64_t size = end - begin;
     Range result;
     result.places.resize(size);
@@ -140,7 +141,8 @@ Blend::Range Blend::range(std::int64_t begin, std::int64_t end) const {
 }
 
 std::vector<std::int64_t> Blend::taken(std::int64_t end) const {
-    check(0 <= end && end <= kMaxPosition, "position ", end, " of a blend; it lies in [0, 2^53]");
+    check(0 <= end && end <= kMaxPosition, "position ", end,
+          " of a blend; it must lie in [0, 2^53]");
     std::vector<std::int64_t> counts(parent_.size());
     if (end == 0) return {counts.begin(), counts.begin() + num_sources_};
     counts.back() = end;
@@ -155,8 +157,10 @@ std::vector<std::int64_t> Blend::taken(std::int64_t end) const {
 }
 
 std::int64_t Blend::taken_of(std::int32_t source, std::int64_t end) const {
-    check(source >= 0 && source < num_sources_, "source ", source, " of a blend of ", num_sources_);
-    check(0 <= end && end <= kMaxPosition, "position ", end, " of a blend; it lies in [0, 2^53]");
+    check(source >= 0 && source < num_sources_, "source ", source, " of a blend of ", num_sources_,
+          " sources; it must be from 0 to ", num_sources_ - 1);
+    check(0 <= end && end <= kMaxPosition, "position ", end,
+          " of a blend; it must lie in [0, 2^53]");
     std::vector<std::int32_t> path;  // from the source up to below the root
     for (std::int32_t node = source; parent_[node] >= 0; node = parent_[node]) path.push_back(node);
     std::int64_t count = end;
