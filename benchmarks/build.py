@@ -229,7 +229,7 @@ def build(corpus: Path, tokenizer: Path, prefix: Path, backend: str) -> Side:
 
     def run() -> tuple[float, int]:
         for path in prefix.parent.glob(f"{prefix.name}.*"):
-            path.unlink()  # what is there already is not built again
+            path.unlink()  # what exists already is not built again
         return run_command(command)[:2]
 
     return run

@@ -373,7 +373,7 @@ PROVOKED: dict[str, Callable[[], object]] = {
     "no tokenizer at": _tokenize("docs.jsonl", "gpt2"),
     "would be one document": _write("part-00000", b'{"text": "a"}\n' * 9, _tokenize("part-00000")),
     "repair the input": _write("bad.jsonl", b'{"text": \n', _tokenize("bad.jsonl")),
-    "is there already": _tokenize("docs.jsonl", prefix="corpus"),
+    "exists already": _tokenize("docs.jsonl", prefix="corpus"),
     "is being written by": _locked,
     ".bin is truncated": _cut,
     "the index was packed from": lambda: PackedDataset("corpus", pack([5, 6, 7], buckets=[8])),

@@ -17,8 +17,8 @@ is the mean of its micro batches' losses, weighted by their labels:
                             labels of the step, over all ranks
 
 The first part is the mean over all labels, for any division into micro batches. The second depends
-on which samples share a forward, but not on ranks, order or padding. (With ``balance`` over the
-tokens of the whole step, no backward could begin before the last forward.)
+on which samples share a forward, but not on ranks, order or padding. (If ``balance`` were computed
+over the tokens of the whole step, no backward could begin before the last forward.)
 """
 
 from __future__ import annotations

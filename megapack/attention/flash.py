@@ -1,4 +1,4 @@
-"""CUDA kernels that read ``cu_seqlens``: flash-attn 2, flash-attn 3 and PyTorch's own.
+"""CUDA attention kernels that take ``cu_seqlens``: flash-attn 2, flash-attn 3, PyTorch's own.
 
 Each pair of functions translates a ``ScoreRule`` into the arguments of one kernel. A window of w
 positions is ``(w - 1, 0)`` in all three.
@@ -48,7 +48,7 @@ def _refusal2(needs: AttentionNeeds) -> str | None:
     version = importlib.metadata.version("flash-attn")
     if tuple(int(number) for number in version.split(".")[:2]) >= (2, 8):
         return None
-    return f"flash-attn {version} is older than 2.8"  # its functions take other arguments
+    return f"flash-attn {version} is older than 2.8"  # older versions take other arguments
 
 
 def _longest(segments: Segments) -> int:
@@ -133,8 +133,9 @@ def _positional(segments: Segments) -> tuple[Any, ...]:
     return ends, ends, longest, longest, 0.0
 
 
-# These call the operators below torch.nn.attention.varlen, whose Python signature changed in 2.10,
-# 2.11 and 2.12. activate_flash_attention_impl reroutes the operators, too.
+# These functions call the operators that torch.nn.attention.varlen calls, because its Python
+# signature changed in 2.10, 2.11 and 2.12. activate_flash_attention_impl also redirects these
+# operators.
 def _forward_torch(q: Tensor, k: Tensor, v: Tensor, segments: Segments, rule: ScoreRule) -> Any:
     out, lse, _, _, _ = torch.ops.aten._flash_attention_forward(
         *(q, k, v, *_positional(segments), rule.causal and not rule.window, False),

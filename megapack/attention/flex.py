@@ -48,8 +48,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, segments: Segments, rule: ScoreRule)
 
 def _function(name: str, device_type: str) -> Callable[..., Any]:
     """Return a function of the FlexAttention module, compiled on CUDA."""
-    # Uncompiled, the functions hold all T x T scores or mask entries at once: fine for tests on the
-    # CPU. Inside a caller's compiled graph torch inlines them.
+    # Uncompiled functions hold all T x T scores or mask entries in memory, which only tests on the
+    # CPU can afford. If the caller is being compiled, torch inlines the uncompiled functions.
     if torch.compiler.is_compiling() or device_type != "cuda":
         return _plain(name)
     return _compiled(name)
@@ -65,8 +65,9 @@ def _plain(name: str) -> Callable[..., Any]:
 @functools.cache
 def _compiled(name: str) -> Callable[..., Any]:
     """Compile one graph per length, window and grad mode; never fall back to uncompiled code."""
-    # dynamic=False: symbolic lengths fail inside torch 2.11. A model with windows needs more than
-    # the default of 8 graphs, beyond which torch.compile would silently run uncompiled.
+    # dynamic=False, because symbolic lengths fail inside torch 2.11. A model with windows needs
+    # more graphs than the default limit of 8; above the limit torch.compile would silently not
+    # compile.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
     return torch.compile(_plain(name), fullgraph=True, dynamic=False)
 

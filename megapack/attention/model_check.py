@@ -13,8 +13,9 @@ two documents with the attention of the run, and checks that
 4. no document depends on the length of others in its row (RoPE that changes at a threshold):
 
        numbers in the configuration     original_max_position_embeddings 4096, max_... 131072
-       moved between the two lengths    row of 37 + 23 tokens: 27, 33
-       logits of the row                must be those of each document alone
+       changed to numbers between 23    27, 33 (the row has documents of 37 and 23 tokens)
+       and 37
+       logits of the row                must equal those of each document alone
 """
 
 from __future__ import annotations
@@ -49,12 +50,12 @@ from megapack.attention.transformers_interface import add_segment_numbers
 from megapack.errors import ConfigError
 
 BETWEEN = range(LENGTHS[1] + 1, LENGTHS[0])  # a threshold here separates the two documents
-LONG = 192  # a length beyond numbers that a model computes from several thresholds
+LONG = 192  # a length above any number that a model computes from several moved thresholds
 REFERENCE = "eager"
 MOST_PARAMETERS = 100_000_000  # larger models would take too long
 
-# In standard deviations of the compared outputs. Half precision rounds every product, but an output
-# that must not change at all is rounded almost the same way: there the limit is stricter.
+# In standard deviations of the compared outputs. Half precision rounds every product. An output
+# that must not change at all is rounded almost the same way in both runs, so its limit is stricter.
 _TOLERANCE = {torch.float32: 0.03, torch.float16: 0.05, torch.bfloat16: 0.15}
 _STRICT = {torch.float32: 1e-3, torch.float16: 0.005, torch.bfloat16: 0.02}
 
@@ -104,8 +105,8 @@ def check_architecture(
         build: builds a float32 model from a configuration and an ``attn_implementation``.
         loss: returns the training loss of a row times its labels, as the run computes it; None: the
             run uses the architecture's own loss.
-        longest: largest number of positions of a document or of padding; larger position thresholds
-            do not matter (with 0 none does). None: unknown, all matter.
+        longest: largest number of positions of a document or of padding. Position thresholds above
+            it are not checked (with 0, none is). None: unknown; all are checked.
     """
     # On a CPU, half precision runs the same code with more noise.
     dtype = torch.float32 if device.type == "cpu" else dtype
@@ -143,7 +144,7 @@ def check_architecture(
 def check_positions(configuration: Any, *, attention: str, build: Build, longest: int) -> None:
     """Refuse a model in which a document depends on longer ones in its row; arguments as for
     ``check_architecture``, of which this is a part. ConfigError names the architecture, the field
-    and its value. Free if no threshold is below ``longest``."""
+    and its value. Returns at once if no threshold is below ``longest``."""
     cpu = torch.device("cpu")
     if not _moves(configuration.get_text_config(decoder=True), longest):
         return
@@ -172,15 +173,16 @@ def _check_thresholds(configuration: Any, tiny: Any, run: _Run) -> None:
     fields = " and ".join(f"{name} ({numbers.get(name, 'unknown')})" for name in names)
     reach = "any number of" if run.longest is None else f"up to {run.longest}"
     raise ConfigError(
-        f"architecture {configuration.model_type!r}: a document has other logits next to one "
-        f"longer than {fields} than alone, and documents or their padding have {reach} positions. "
-        "Pack into buckets of at most so many tokens, or choose a rope_type such as yarn."
+        f"architecture {configuration.model_type!r}: a document has different logits if its row "
+        f"has one longer than {fields}, and documents or their padding have {reach} positions. "
+        "Pack into buckets of at most that many tokens, or choose a rope_type such as yarn."
     )
 
 
 @contextmanager
 def isolated(device: torch.device) -> Iterator[None]:
-    """Keep the random state of the run, and use one thread: more would only wait for each other."""
+    """Restore the random state of the run afterwards; use one thread, because several threads would
+    only wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -202,11 +204,11 @@ def _tiny(configuration: Any, build: Build) -> tuple[Any, Any]:
 
 
 def _reference(tiny: Any, build: Build, length: int = LENGTHS[0]) -> Any:
-    """Build a model on the CPU under ``eager`` and run one document. An exception: it does not
-    work."""
+    """Build a model on the CPU under ``eager`` and run one document. Raises any exception of the
+    model."""
     size = sum(shape.numel() for shape in _shapes(tiny, build).values())
     if size > MOST_PARAMETERS:
-        raise ConfigError(f"shrunk it still has {size:,} parameters (limit {MOST_PARAMETERS:,})")
+        raise ConfigError(f"the tiny model has {size:,} parameters (limit {MOST_PARAMETERS:,})")
     model = build(copy.deepcopy(tiny), REFERENCE).train()
     randomize(model)
     with torch.no_grad():
@@ -230,9 +232,10 @@ Moves: TypeAlias = dict[Path, float]
 def _thresholds(tiny: Any, run: _Run) -> tuple[str, ...]:
     """Return the names of fields that make a document depend on longer ones in its row.
 
-    Moves every number that may be a position threshold between the lengths of two documents of a
-    row; each must keep the logits that it has alone. A number may be a threshold if moving it
-    changes no parameter's shape and the model still runs: a list of names would be incomplete.
+    Sets every number that may be a position threshold to a value between the lengths of two
+    documents of a row; each document must keep the logits that it has alone. Any number may be a
+    threshold if changing it changes no parameter's shape and the model still runs; a list of field
+    names would be incomplete.
     """
     groups = _movable(tiny, run.build, _moves(tiny, run.longest))
     if not groups or not _depends_on_row(_moved(tiny, groups), run):
@@ -289,7 +292,8 @@ def _depends_on_row(tiny: Any, run: _Run) -> bool:
     model = model.to(run.device)
     add_segment_numbers(model)
     rows = [LENGTHS, LENGTHS[::-1]]
-    # Exceed also products of numbers that the model may compute, as documents of the run may.
+    # Also run a row that is longer than any product of numbers that the model may compute, because
+    # documents of the run may be so long.
     crossed = [value for _, value in _numbers(tiny.to_dict()) if value in BETWEEN]
     long = LONG
     if run.longest is not None:
@@ -313,8 +317,9 @@ def _depends_on_row(tiny: Any, run: _Run) -> bool:
 def _moves(tiny: Any, longest: int | None) -> list[Moves]:
     """Return new values of numbers that may be thresholds, grouped by name, ascending.
 
-    Values keep their order, also relative to ``longest``: the longer document of the row crosses
-    exactly the thresholds that documents of the run cross. With 0 it crosses none.
+    The order of the values, and of ``longest`` among them, does not change. So the longer document
+    of the row crosses exactly the thresholds that documents of the run cross. With ``longest`` 0 it
+    crosses none.
     """
     numbers = dict(_numbers(tiny.to_dict()))
     crossed = sorted({value for value in numbers.values() if longest is None or value < longest})
@@ -325,7 +330,7 @@ def _moves(tiny: Any, longest: int | None) -> list[Moves]:
         new[value] = BETWEEN[(2 * i + 1) * len(BETWEEN) // (2 * len(crossed))]
     groups: dict[tuple[float, str], Moves] = {}
     for path, value in numbers.items():
-        # No document of the check may reach a threshold that none of the run reaches.
+        # Thresholds that no document of the run reaches must be out of reach in the check, too.
         moved = new.get(value, value if value > LONG else LONG + value)
         if moved != value or value in new:
             groups.setdefault((value, str(path[-1])), {})[path] = type(value)(moved)
@@ -433,7 +438,7 @@ def _findings(
     error = abs(float(ours.detach()) - float(theirs.detach())) / count
     own = "the architecture's own training loss, model(labels=...).loss"
     if not error <= tolerance:
-        what = f"the loss of a row is not {own}, of which a part is not computed here"
+        what = f"the loss of a row is not {own}: megapack does not compute a part of it"
         yield _Finding(what=what, difference=error, unit="per label")
     what = f"gradients of a row are not those of {own}"
     yield _compare_gradients(_gradients(model, ours), _gradients(model, theirs), what, tolerance)

@@ -1,8 +1,9 @@
-"""Probe of a host's own model and batch: does the model keep the documents of a batch apart?
+"""Probe of a host's real model and batch: does a document of a batch depend on the others?
 
 ``probe(forward, batch)`` runs the host's forward six times without gradients: unchanged, with the
 tokens of every other segment changed, with those of the remaining segments changed, with one token
-of each segment changed, and twice with shorter or single documents. Marked outputs must stay equal:
+of each segment changed, and twice with shorter or single documents. X marks changed tokens; the
+last column lists the outputs that must not change:
 
     segments       | a a a a | b b b | c c c c c |
     odd changed    | a a a a | X X X | c c c c c |     a and c
@@ -11,10 +12,11 @@ of each segment changed, and twice with shorter or single documents. Marked outp
     cut in pieces  | a a|a a | b b|b | c c|c c|c |     the first piece of each
     one alone                          c c c           this beginning of a document
 
-The first four find boundaries that are missing or wrong by one, an attention window that the host
-ignores (windows end segments), and a shifted mask: a loss that does not count must be 0, one that
-counts must not. The last two find outputs that depend on the longest document of the row, or on
-its length. Pieces have at most 64 tokens, or half of the longest segment. ``check_architecture``
+The first four runs detect boundaries that are missing or off by one, an attention window that the
+host ignores (megapack starts a new segment at a window), and a shifted mask: the loss of a masked
+token must be 0, that of any other token must not. The last two runs detect outputs that depend on
+the longest document of the row, or on the length of the row. Pieces have at most 64 tokens, or half
+of the longest segment. ``check_architecture``
 checks more, on a tiny copy of the model; the probe checks the host's real model and batch.
 """
 
@@ -30,19 +32,19 @@ from torch import Tensor
 
 from megapack.errors import ConfigError
 
-# An unchanged position may move by this share of what changed positions move: a mixture of experts
-# may sum in another order, and half precision rounds.
+# Outputs at unchanged tokens may differ by this fraction of the largest difference at changed
+# tokens, because a mixture of experts may sum in another order, and half precision rounds.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.01, torch.bfloat16: 0.05}
 
 _PIECE = 64  # tokens; below all known position thresholds
 
 
 class SegmentPlaces(NamedTuple):
-    """Segments of a micro batch with those of padding; int64 tensors, one entry per segment."""
+    """Segments of a micro batch, including padding; int64 tensors with one entry per segment."""
 
     begins: Tensor  # first token, counted over all rows
     lengths: Tensor
-    rooms: Tensor  # tokens up to the next begin: the length, or more where segments are aligned
+    rooms: Tensor  # tokens from one begin to the next: length plus alignment padding
 
     @staticmethod
     def of(batch: Mapping[str, Any]) -> SegmentPlaces:
@@ -75,19 +77,21 @@ def probe(
     longest: Mapping[str, Any] | None = None,
     any_length: bool = False,
 ) -> float:
-    """Refuse a forward in which documents of a micro batch depend on each other; return seconds.
+    """Raise ConfigError if documents of a micro batch depend on each other; return the seconds
+    taken.
 
-    Every rank must call it: it always runs six forwards, with ``longest`` seven. ConfigError: a
-    token sees another document or the future; a document depends on the length of others; a loss
-    counts against the mask, or does not count; outputs are infinite, or the same for other tokens.
+    Every rank must call this function: it runs six forwards, with ``longest`` seven. Raises
+    ConfigError if a token depends on another document or on later tokens; a document depends on the
+    length of others; a loss is nonzero where the mask is 0, or 0 where it is not; outputs are not
+    finite, or do not change when tokens change.
 
     Args:
         forward: maps a batch like this one to logits or hidden states ``(..., width)``, or to one
             loss per token in the order of ``batch["tokens"]``, 0 where the host masks it. Any float
             dtype and device. It runs without gradients; the caller sets modes (dropout off).
         batch: tokens, labels int64 and loss_mask float32 ``(rows, R)``, cu_seqlens int32 1-D or per
-            row; on the CPU. Without labels the probe takes next tokens of documents, or else of
-            rows.
+            row; on the CPU. If ``loss_mask`` is all 0, the probe uses the next token of the
+            document as label, or of the row if every document has one token.
         outputs: result of ``forward``.
         counted: returns which losses of a batch count, bool ``(rows, R)``, for hosts that cannot
             represent every mask (``megapack.integrations.dialects``); None: those in ``loss_mask``.
@@ -121,17 +125,17 @@ def probe(
     changes = []
     for changed in (segment_of_token % 2 == 1, segment_of_token % 2 == 0, middle):
         result, counts_now = run_changed(changed)
-        equal = result == plain  # also infinite outputs, as logits of ids that no token has
+        equal = result == plain  # also True for equal infinities, such as logits of unused ids
         difference = (result - plain).masked_fill(equal, 0).abs().amax(dim=1)
         if not (difference.isfinite() | segment_of_token.isnan()).all():
             raise ConfigError(
-                f"{host} gives outputs that are not finite, so the probe cannot see whether "
-                "documents of a batch see each other; check its weights and its precision"
+                f"{host} gives outputs that are not finite, so the probe cannot tell whether "
+                "documents attend to each other; check the model's weights and precision"
             )
-        # Some hosts derive labels from tokens; there, other labels change losses rightly.
+        # Some hosts derive labels from tokens; their losses may change with the labels.
         unmoved = counts == counts_now
         unmoved &= ~(from_middle if changed is middle else changed) & ~segment_of_token.isnan()
-        # A loss that does not count, as all of padding, is 0 for any tokens.
+        # A masked loss (all of padding) is 0 for any tokens, so it cannot move.
         movable = ~unmoved & ~segment_of_token.isnan() & (counts | (outputs == "logits"))
         changes.append(_Change(difference, unmoved, movable))
     tolerance = _TOLERANCE.get(precision or dtypes[0], 1e-3)
@@ -152,7 +156,7 @@ def probe(
 
 
 def _with_labels(batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a batch with labels: its own, or next tokens if its mask hides every label."""
+    """Return the batch, with next tokens as labels if its loss mask is all 0."""
     if (batch["loss_mask"] != 0).any():
         return batch
     tokens = batch["tokens"]
@@ -273,9 +277,10 @@ def _check_part(
         i = int(difference.masked_fill(~comparable, 0).argmax())
         raise ConfigError(
             f"{host} gives token {int(part.before[i])} other outputs in its row than if "
-            f"{part.what}: they differ by {float(difference[i]):.3g}, where at most {rounding:.3g} "
-            f"is rounding, and so do {int(wrong.sum())} tokens. The model depends on the lengths "
-            "of other documents (as rope_type longrope or dynamic), or on the length of the row. "
+            f"{part.what}: they differ by {float(difference[i]):.3g}, but rounding explains only "
+            f"{rounding:.3g} ({int(wrong.sum())} tokens differ). "
+            "The model depends on the lengths "
+            "of other documents (like rope_type longrope or dynamic), or on the length of the row. "
             "Pack into shorter buckets, or choose a rope_type that is the same at any length"
         )
 
@@ -307,7 +312,6 @@ def _token_places(segments: SegmentPlaces, num_tokens: int) -> tuple[Tensor, Ten
 
 def _other_tokens(tokens: Tensor) -> Tensor:
     """Return a different id for each token, within the range of ids that occur (0, 1 for one)."""
-    """Another id for each, between the smallest and the largest that occur (0 or 1 for one id)."""
     low, high = int(tokens.min()), int(tokens.max())
     if low == high:
         low, high = (0, 1) if low <= 1 else (low - 1, low)
@@ -320,8 +324,9 @@ def _check_losses(losses: Tensor, counts: Tensor, segment_of_token: Tensor, host
         i = int(wrong.nonzero()[0])
         raise ConfigError(
             f"{host} {'counts' if losses[i] != 0 else 'leaves out'} the loss of token {i} (segment "
-            f"{int(segment_of_token[i])}), one of {int(wrong.sum())} of {len(losses)}, against the "
-            "loss mask of the batch: is the mask, or are the labels, shifted once too often?"
+            f"{int(segment_of_token[i])}), against the loss mask; this holds for "
+            f"{int(wrong.sum())} of {len(losses)} tokens: check whether the mask or the labels are "
+            "shifted twice"
         )
 
 
@@ -335,12 +340,12 @@ def _check_changes(
     ]
     if 0 in moved or not any(moved):
         raise ConfigError(
-            f"{host} gives the same outputs for other tokens: they do not depend on the batch that "
-            "it was given, so the probe cannot see anything"
+            f"{host} gives the same outputs when tokens change: its outputs do not depend on the "
+            "batch that the probe passes, so the probe cannot check anything"
         )
     largest = max(move for move in moved if move)
     for change, move in zip(changes, moved, strict=True):
-        # A change of padding alone moves nothing: then compare with the largest other move.
+        # If only padding changed, no output moves: compare with the largest move of the other runs.
         rounding = tolerance * (move or largest)
         leaked = change.unmoved & (change.difference > rounding)
         if leaked.any():
@@ -349,8 +354,8 @@ def _check_changes(
             raise ConfigError(
                 f"{host} lets token {i} (segment {int(segment_of_token[i])}) see "
                 f"{'what comes after it' if same else 'another document'}: it changed by "
-                f"{float(change.difference[i]):.3g} where at most {rounding:.3g} is rounding, and "
-                f"{int(leaked.sum())} tokens do so. The boundaries of the batch do not reach the "
-                "attention unchanged: check the attention backend and the code before it"
+                f"{float(change.difference[i]):.3g}, but rounding explains at most {rounding:.3g} "
+                f"({int(leaked.sum())} tokens are affected). The boundaries of the batch do not "
+                "reach the attention unchanged: check the attention backend and the code before it"
             )
     return largest

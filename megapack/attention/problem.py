@@ -55,7 +55,7 @@ class Forward(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ScoreRule:
-    """Map from scores to weights, ``softmax(mask(alibi(cap(scale * q k^T))))``."""
+    """Function from q and k to attention weights, ``softmax(mask(alibi(cap(scale * q k^T))))``."""
 
     scale: float
     """Factor on ``q k^T``, usually ``head_dim ** -0.5``."""
@@ -122,7 +122,8 @@ class Backend:
             output ``[T, H, D]`` and the log-sum-exp ``[H, T]``.
         backward: ``(grad_out, forward, segments, rule)`` with a ``Forward``; returns the gradients
             of q, k and v. None: autograd differentiates ``forward``, which returns only the output.
-        refusal: returns why the backend cannot serve the needs for other reasons, or None.
+        refusal: returns why the backend cannot serve the needs (device, dtype, package, ...), or
+            None; ``softcap`` and ``alibi`` are checked separately.
         softcap, alibi: whether the backend supports the rule. Every backend supports windows.
     """
 

@@ -1,8 +1,8 @@
-"""Attention over tokens that a group of ranks shares in slices (DeepSpeed-Ulysses).
+"""Attention if each rank of a group has a slice of the tokens (DeepSpeed-Ulysses).
 
 An all-to-all before attention gives every rank all tokens of some heads; another one after it gives
 back all heads of the rank's slice (Jacobs et al. 2023; DeepSpeed's implementation). Segments are
-those of the whole stream. All other layers must treat each token alone, which
+those of the whole stream. All other layers must process each token independently, which
 ``check_sequence_parallel`` checks.
 """
 
@@ -33,8 +33,9 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
 def over_ranks(configuration: Any, group: Any) -> Callable[[Attention], Attention]:
     """Return a decorator that makes an attention function work on slices of tokens.
 
-    The decorated function exchanges if the model's forward got ``sequence_parallel_size`` above 1;
-    then all ranks of the group must call it. Raises ConfigError if their number does not divide the
+    The decorated function exchanges tokens between ranks if the model's forward gets a
+    ``sequence_parallel_size`` above 1; then all ranks of the group must call it. Raises ConfigError
+    if their number does not divide the
     heads.
     """
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF  # noqa: PLC0415
@@ -124,7 +125,7 @@ def check_sequence_parallel(
     if not relative <= _TOLERANCE[dtype]:
         raise ConfigError(
             f"{subject}: loss and gradient of a row in slices differ from those of the whole row "
-            f"by {relative:.1e} of it: a layer other than attention looks beyond its own token; "
+            f"by {relative:.1e} of their norm: a layer other than attention mixes tokens; "
             f"{remedy}"
         )
 

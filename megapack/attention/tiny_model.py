@@ -1,9 +1,9 @@
 """Tiny models of an architecture, rows of documents to run them on, and traces of their modules.
 
 - ``tiny_configuration``: configuration of a tiny model of the same architecture.
-- ``randomize``: weights with which every layer matters.
-- ``Row``: documents in one row, as a model gets them in training; ``plain_arguments``: one alone.
-- ``trace``, ``concatenate_traces``, ``difference``: outputs of all modules, compared.
+- ``randomize``: add noise to the weights, so that every layer affects the output.
+- ``Row``: documents in one row, as in training; ``plain_arguments``: one document alone.
+- ``trace``, ``concatenate_traces``, ``difference``: record and compare outputs of all modules.
 
     tiny_configuration(AutoConfig.for_model("llama")).hidden_size  # -> 512, 4 heads of 128
 """
@@ -25,9 +25,9 @@ from megapack.attention.transformers_interface import varlen_arguments
 
 LENGTHS = (37, 23)  # of two documents: different, and longer than a tiny window or chunk
 
-# Rules shrink a transformers configuration by the names of its fields: as many layers as have one
-# of every kind, four heads of the model's own width and grouping, few experts, short windows. A
-# multiple of the hidden size stays the same multiple of it.
+# Rules shrink a transformers configuration by the names of its fields. The tiny model has the first
+# layers up to one of every kind, four heads with the model's head width and grouping, few experts
+# and short windows. A size that is a multiple of the hidden size stays the same multiple.
 HEADS, EXPERTS, VOCABULARY, WINDOW, CHUNK = 4, 4, 128, 8, 16
 _LARGEST = {
     "last token": VOCABULARY - 1,
@@ -68,8 +68,8 @@ def tiny_configuration(configuration: Any, *, exact: bool = False, heads: int = 
     raise any exception of the configuration's class.
 
     Args:
-        exact: keep the number of layers, for architectures whose layers refer to others, and a
-            hidden size of heads times head width if the model has that (Helium relies on it).
+        exact: keep the number of layers, for architectures whose layers refer to each other, and
+            keep hidden size = heads x head width if the model has it (Helium relies on it).
         heads: attention heads; at most those of the model.
     """
     text = configuration.get_text_config(decoder=True)
@@ -93,7 +93,7 @@ def tiny_configuration(configuration: Any, *, exact: bool = False, heads: int = 
 
 
 def _num_layers(fields: dict[str, Any], layers: int) -> int:
-    """Return how many of the first layers include one of every kind; at least 2."""
+    """Return the smallest number of first layers that contains one of every kind, at least 2."""
     needed, shared = 2, False
     for name, value in fields.items():
         if _per_layer(name, value, layers):
@@ -166,7 +166,8 @@ class _Shrink:
 
 
 def randomize(model: nn.Module, seed: int = 0) -> None:
-    """Add noise to the weights: initial ones would hide what attention does."""
+    """Add noise to the weights, because with initial weights attention hardly affects the
+    output."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -1,7 +1,7 @@
 """The attention function of transformers models, registered under the name ``megapack``.
 
 A model with ``attn_implementation="megapack"`` calls it with q, k, v and every keyword argument of
-the model's forward. The name is not in transformers' mask interface, so no mask is built.
+the model's forward. transformers' mask interface has no such name, so transformers builds no mask.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ def _attention_function(backend: str) -> Attention:
         batch, heads, length, key_width = query.shape
         _refuse_unsupported(attention_mask, dropout, key, length, unused)
         if cu_seq_lens_q is None or max_length_q is None:
-            # A generation harness sends plain rows: every row is one segment.
+            # Plain rows without boundaries (as from an evaluation harness): each row is one
+            # segment.
             cu_seq_lens_q = torch.arange(
                 0, batch * length + 1, length, dtype=torch.int32, device=query.device
             )
@@ -155,8 +156,9 @@ def _refuse_unsupported(
         )
     if key.shape[2] != length:
         raise ValueError(
-            f"{length} queries meet {key.shape[2]} keys: megapack attention serves training and "
-            "scoring, not decoding with a cache; load the model with attn_implementation='sdpa'"
+            f"there are {length} queries and {key.shape[2]} keys: megapack attention is for "
+            "training and scoring, not for decoding with a cache; "
+            "load the model with attn_implementation='sdpa'"
         )
     if "sequence_parallel_size" in unused:
         raise ValueError(

@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> None:
         "dtype": result.dtype.name,
         "is_new": is_new,
     }
-    text = f"nothing to do: {args.output_prefix} is there already"
+    text = f"nothing to do: {args.output_prefix} exists already"
     if is_new:
         text = (
             f"{args.output_prefix}: {counted(len(prefixes), 'dataset')}, "

@@ -326,7 +326,7 @@ def run(args: argparse.Namespace) -> None:
                 source["documents"] = identity["chosen"]
             index.save(file, source=source, overwrite=True)
         else:
-            note(f"nothing to do: {output} is there already, with these documents and options")
+            note(f"nothing to do: {output} exists already, with these documents and options")
             index = SampleIndex.load(file)
     metrics = index.metrics()
 

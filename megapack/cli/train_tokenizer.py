@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> None:
     for line in fault_lines(result.faults.counts, result.faults.places):
         print(f"skipped {line}", file=sys.stderr)
     if not result.written:
-        print(f"nothing to do: {result.path} is there already")
+        print(f"nothing to do: {result.path} exists already")
     print(
         f"{result.path}: {counted(result.vocab_size, 'token')}, learned from "
         f"{counted(result.num_documents, 'document')} ({size(result.num_text_bytes)}) in "

@@ -3,11 +3,11 @@
 - ``Dialect``: what differs between hosts; ``DIALECTS``: one row per host.
 - ``emit``: a micro batch of megapack in the dialect of a host; ``join_ends``: its boundaries, for
   hosts that attend over all rows at once.
-- ``loss_terms``: the losses of a batch that a host can represent. Tests read every row of the table
-  back by the host's own rule.
+- ``loss_terms``: the losses of a batch that a host can represent. For every dialect, tests decode
+  an emitted batch by the host's rule and compare the losses.
 
-A mask refers to the predicting position, or to its target. A row of two documents, the first of
-which is cut (its next token, 7, is known):
+A mask entry refers to the position that predicts a token, or to the predicted token. Example: a row
+of two documents; the first is cut, and its next token is 7:
 
     tokens        5  6 | 8  9         position 1 predicts 7, which is not in the row
     labels        6  7   9  -         megapack: one per position, -100 for none
@@ -37,7 +37,7 @@ IGNORED = -100
 
 @dataclass(frozen=True, kw_only=True)
 class Dialect:
-    """Conventions of a host. R is the length of a row; a key that is None is not emitted.
+    """Conventions of a host. R is the length of a row; ``emit`` leaves out keys that are None.
 
     Attributes:
         name: name of the host for errors.
@@ -50,13 +50,14 @@ class Dialect:
         mask_of_target: the mask refers to the predicted token, not to the predicting position.
         mask_dtype: float32 holds any weight, other dtypes 0 and 1.
         positions: key of the position ids, int64 (rows, R).
-        restart: a document begins at each position 0: no other positions, no attention windows.
+        restart: the host starts a document at each position 0, so it supports no other positions
+            and no attention windows.
         ends: keys of cu_seqlens, in the form of the batch.
         padded_ends: keys of cu_seqlens with alignment padding, if segments are aligned.
         ends_dtype: dtype of ends and padded_ends.
         longest: keys of max_seqlen, an int or int32 (rows,), in the form of the batch.
-        lengths: keys of the document lengths, int32 (rows, most), filled with 0, and of their
-            maxima, a list with one int per row.
+        lengths: two keys: of the document lengths, int32 (rows, most documents of a row), filled
+            with 0, and of the longest of each row, a list of ints.
         flat: all rows are joined: (rows * R,) instead of (rows, R).
     """
 
@@ -88,7 +89,7 @@ TRANSFORMERS = Dialect(
     ends=ENDS,
     longest=LONGEST,
 )
-# Megatron looks up every label in the vocabulary before it multiplies by the mask.
+# Ignored labels are 0: Megatron indexes logits with every label before it multiplies by the mask.
 MEGATRON = Dialect(
     name="Megatron-LM",
     labels="labels",
@@ -99,7 +100,7 @@ MEGATRON = Dialect(
     padded_ends=("cu_seqlens_padded",),
     longest=("max_seqlen",),
 )
-# Bridge's older key, cu_seqlens, needs a tail of -1: without one Bridge drops all boundaries.
+# Not Bridge's older key cu_seqlens: unless its values end with -1, Bridge drops all boundaries.
 MEGATRON_BRIDGE = replace(
     MEGATRON,
     name="Megatron-Bridge",
@@ -132,11 +133,11 @@ OLMO_CORE = Dialect(
     labels="labels",
     lengths=("doc_lens", "max_doc_lens"),
 )
-# Its evaluation derives labels from the text.
+# OLMo-core's evaluation derives labels from the tokens.
 OLMO_CORE_EVALUATION = replace(
     OLMO_CORE, labels=None, mask="label_mask", mask_of_target=True, mask_dtype=torch.bool
 )
-# Its loss looks up every label before it multiplies by the mask.
+# Ignored labels are 0: nanotron's loss indexes with every label before it multiplies by the mask.
 NANOTRON = Dialect(
     name="nanotron",
     tokens="input_ids",
@@ -201,8 +202,8 @@ def emit(batch: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
     any_weight = dialect.mask is not None and dialect.mask_dtype == torch.float32
     if not any_weight and not ((weights == 0) | (weights == 1)).all():
         raise ConfigError(
-            f"sources have loss weights, and {dialect.name} only knows which tokens count: leave "
-            "loss_weight out, or use weights of 0 and 1"
+            f"sources have loss weights other than 0 and 1, but {dialect.name} supports only 0 and "
+            "1: leave loss_weight out, or use weights of 0 and 1"
         )
     if dialect.mask is None:
         labels = labels.masked_fill(weights == 0, IGNORED)
@@ -233,8 +234,8 @@ def _add_boundaries(batch: Mapping[str, Any], dialect: Dialect, out: dict[str, A
     aligned = batch.get("cu_seqlens_padded")
     if aligned is not None and not dialect.padded_ends:
         raise ConfigError(
-            f"segments are aligned (context parallelism), and {dialect.name} has no way to pass "
-            "the padding between them: leave align out"
+            f"segments are aligned (context parallelism), but a batch of {dialect.name} cannot "
+            "describe the padding between them: leave align out"
         )
     out |= {key: batch["cu_seqlens"].to(dialect.ends_dtype) for key in dialect.ends}
     if aligned is not None:

@@ -31,8 +31,8 @@ def check_options(options: Mapping[str, tuple[Any, Any, str]]) -> None:
 
 
 class Rebinding:
-    """Replaced names of a host's modules and classes; ``undo()`` restores them, last first.
-    ``host`` is its name and release, for errors."""
+    """Replaces attributes of a host's modules and classes; ``undo()`` restores them, the last one
+    first. ``host`` is the name and release of the host, for errors."""
 
     def __init__(self, host: str) -> None:
         self.host = host
@@ -42,7 +42,8 @@ class Rebinding:
         return bool(self._replaced)
 
     def replace(self, owner: ModuleType | type, name: str, value: Any) -> None:
-        """Bind ``owner.name`` to ``value``. Without such a name, undo everything; ConfigError."""
+        """Bind ``owner.name`` to ``value``. If ``owner`` has no such name, undo all replacements
+        and raise ConfigError."""
         if not hasattr(owner, name):
             self.undo()
             raise ConfigError(

@@ -1,11 +1,11 @@
 """Addresses of objects: ``s3://``, ``gs://``, ``az://``, ``https://``, and files to be staged.
 
-``file:///path`` is the file ``/path``, read through the local cache: for slow or shared disks. An
-address consists of a folder and a name. ``is_remote`` rejects addresses with a password or a query,
-so that neither is ever stored or printed::
+``file:///path`` is the file ``/path``, read through the local cache; use it for slow or shared
+disks. An address consists of a folder and a name. ``is_remote`` rejects addresses with a password
+or a query, so megapack never stores or prints secrets::
 
     s3://bucket/folder/corpus                 yes
-    https://user:password@host/corpus         no: credentials are settings of the environment
+    https://user:password@host/corpus         no: set credentials in environment variables
     https://host/corpus?X-Amz-Signature=...   no: a URL is signed for one object, a dataset has four
 """
 
@@ -36,7 +36,8 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
         if _ONE_SLASH.match(text):
             shown = redacted(_ONE_SLASH.sub(r"\1://", text, count=1))
             raise ConfigError(
-                f"{shown} has lost a slash, as in a pathlib.Path: pass the address as a string"
+                f"{shown} was given with one slash after the colon, as pathlib.Path writes it: "
+                "pass the address as a string"
             )
         return False
     if match[1] not in SCHEMES:
@@ -72,5 +73,5 @@ def split_address(url: str) -> tuple[str, str]:
     """Return folder and name of an address. Raises ConfigError: the name is empty."""
     folder, _, name = url.rpartition("/")
     if not name or folder.endswith(("/", ":")):
-        raise ConfigError(f"{url} names no object; write it as s3://bucket/folder/name")
+        raise ConfigError(f"{url} is no address of an object; write it as s3://bucket/folder/name")
     return folder, name

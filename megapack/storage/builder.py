@@ -47,9 +47,9 @@ from megapack.storage.tokens import (
 class IndexedDatasetBuilder:
     """Writer of ``<prefix>.bin``, ``<prefix>.idx`` and ``<prefix>.meta.json``.
 
-    The files get their names in ``finalize()``: an exception in a ``with`` block, ``abort()``,
-    deleting the builder or a killed process leave nothing that looks like a dataset. A call that
-    raises has added nothing. Memory grows by 4 bytes per sequence, and by 8 more per document if
+    ``finalize()`` gives the files their names, so an exception in a ``with`` block, ``abort()``,
+    deleting the builder or killing the process leaves nothing that looks like a dataset. A method
+    that raises adds nothing. Memory grows by 4 bytes per sequence, and by 8 more per document if
     some document has several sequences.
 
     Megatron's calling convention works as well: a first argument ending in ``.bin`` and
@@ -65,9 +65,8 @@ class IndexedDatasetBuilder:
         vocab_size: number of token ids; larger ids are errors, and the number is recorded.
         allow_negative: accept negative values, such as -100 in label datasets.
         metadata: JSON-able facts for the meta file (tokenizer, command, ...).
-        durable: False for files whose checksums are compared before use: do not wait for the disk;
-            a crash of the machine (not of the process) may leave damaged files under the final
-            names.
+        durable: False: do not wait for the disk. After a crash of the machine (not of the process)
+            files with final names may be damaged, so readers must check their checksums.
         overwrite: replace a dataset at ``prefix``.
 
     Raises:
@@ -110,7 +109,7 @@ class IndexedDatasetBuilder:
 
     @property
     def num_documents(self) -> int:
-        """Documents ended so far."""
+        """Number of documents added so far, without the one that is not ended yet."""
         return self._log.num_documents
 
     @property
@@ -183,9 +182,9 @@ class IndexedDatasetBuilder:
         self._log.add_layout(ArrayLayout(lengths, None, modes))
 
     def add_index(self, prefix: str | os.PathLike[str]) -> None:
-        """Add all documents of another dataset of the same dtype, inside the kernel if its meta
-        file has their checksums. (``merge`` joins many datasets in constant memory, and converts
-        dtypes.)
+        """Add all documents of another dataset of the same dtype. If its meta file has checksums of
+        its tokens, the kernel copies them. (``merge`` joins many datasets in constant memory, and
+        converts dtypes.)
 
         Raises:
             DataError: another dtype, or an id outside the limits.
@@ -235,7 +234,8 @@ class IndexedDatasetBuilder:
             self.abort()
 
     def abort(self) -> None:
-        """Remove what was written, unless ``finalize()`` was called before."""
+        """Remove the temporary files and release the lock; after ``finalize()`` the dataset
+        stays."""
         self._open = False
         self._tokens.target.discard()
         self._lock.release()
@@ -283,8 +283,8 @@ def _lengths_between(offsets: NDArray[Any], num_tokens: int) -> NDArray[np.int32
         if offsets.ndim == 1 and offsets.size > 0:
             description = f"{offsets.dtype.name} from {offsets[0]} to {offsets[-1]}"
         raise DataError(
-            f"offsets are {description}; they must be integers from 0 to the number of tokens, "
-            f"{num_tokens}, one more than documents"
+            f"offsets are {description}; they must be num_documents + 1 integers, from 0 to the "
+            f"number of tokens ({num_tokens})"
         )
     lengths = np.diff(offsets.astype(np.int64, copy=False))
     if lengths.size and lengths.min() < 0:

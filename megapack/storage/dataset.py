@@ -1,8 +1,8 @@
-"""``IndexedDataset``: read documents from disk without copying a token.
+"""``IndexedDataset``: read documents from memory-mapped files without copying tokens.
 
 - ``IndexedDataset``: Megatron's .bin/.idx pair, local or remote
-- ``read_document_lengths``, ``open_index``, ``read_lengths_file``: lengths without documents
-- ``read_documents``: document ids from a file, to mask or to pack them
+- ``read_document_lengths``, ``open_index``, ``read_lengths_file``: read lengths without tokens
+- ``read_documents``: read a list of document ids from a file, to mask or pack those documents
 - ``open_labels``, ``open_weights``: a label and a loss weight for each token of the documents
 
 Two documents, [7, 8, 0] and [9, 0] ::
@@ -82,7 +82,8 @@ class IndexedDataset:
         object_storage_config, s3_config: not supported; MEGAPACK_CACHE names the cache's folder.
 
     Raises:
-        FormatError: the .idx is damaged, .bin is too short for it, or writers kept replacing both.
+        FormatError: the .idx is damaged, .bin is too short for it, or both were replaced again and
+            again while they were opened.
         OSError: a file is missing or cannot be read.
     """
 
@@ -133,7 +134,8 @@ class IndexedDataset:
         self._modes = self._index.modes() if self.multimodal else None
 
     def _check_first_pointers(self) -> None:
-        """Detect another tool's dtype table: with another token width, pointers grow faster."""
+        """Detect the dtype table of another tool: its token width differs, and so do the
+        pointers."""
         expected = 0
         for i in range(min(len(self), 64)):
             if self._index.pointer(i) != expected:
@@ -159,7 +161,8 @@ class IndexedDataset:
 
     @property
     def mapped_tokens(self) -> NDArray[Any]:
-        """(num_tokens,) in place, for C++; only tokens being read are present in remote ones."""
+        """All tokens, (num_tokens,), without a copy, for C++. In a remote dataset only the tokens
+        that are being read have values."""
         return self.tokens.mapped if isinstance(self.tokens, RemoteTokens) else self.tokens
 
     def __len__(self) -> int:
@@ -276,14 +279,14 @@ class IndexedDataset:
 
     @property
     def fingerprint(self) -> str:
-        """Identity of dtype, lengths and documents (``IndexFile.fingerprint``), not of tokens."""
+        """Digest of dtype, lengths and documents (``IndexFile.fingerprint``), not of tokens."""
         return self._index.fingerprint
 
     @cached_property
     def content_digest(self) -> list[str | None]:
-        """Identity of the token values: the ``sampled_checksum`` of .bin, and a checksum of the
-        meta file's entry for it (None without one). Reads at most 1 MiB; a remote dataset with a
-        meta file is not read, and its first digest is None."""
+        """Two digests of the token values: the ``sampled_checksum`` of .bin, and a checksum of the
+        meta file's entry for .bin (None without a meta file). Reads at most 1 MiB of .bin; for a
+        remote dataset with a meta file, reads nothing and the first digest is None."""
         width = self.dtype.itemsize
 
         def read(begin: int, end: int) -> bytes:
@@ -322,7 +325,7 @@ class IndexedDataset:
     get_doc_idx = get_document_indices
 
     def set_document_indices(self, document_indices: NDArray[np.int64]) -> None:
-        """Replace them in memory only, as in Megatron."""
+        """Replace ``document_indices`` in memory only, as in Megatron."""
         self.__dict__["document_indices"] = document_indices
 
     @staticmethod
@@ -382,12 +385,12 @@ def open_index(prefix: str | os.PathLike[str]) -> IndexFile:
     return IndexFile(path_of(files, ".idx"))
 
 
-MAX_DOCUMENT_TOKENS = 1 << 40  # a larger number is damaged, or not a length
+MAX_DOCUMENT_TOKENS = 1 << 40  # a larger number cannot be a document's length
 
 
 def read_lengths_file(path: str | os.PathLike[str]) -> NDArray[Any]:
     """Map tokens per document from a .npy file: (num_documents,), any integer dtype. Raises
-    FormatError: not a .npy file; DataError: something else, or a document of more than 2^40 tokens.
+    FormatError: not a .npy file; DataError: not 1-D integers, or a document of over 2^40 tokens.
     """
     lengths = open_npy(path)
     if lengths.ndim != 1 or lengths.dtype.kind not in "iu":

@@ -1,7 +1,7 @@
-"""Files: open and check them, write them under a temporary name, lock them.
+"""Functions that open and check files, write them under a temporary name, and lock them.
 
 - ``open_regular``, ``read_array_blocks``: regular files only, in blocks; ``Identity``, ``is_at``
-- ``check_target``, ``target_of``: files that a new file may replace
+- ``check_target``, ``target_of``: decide whether a new file may replace an existing one
 - ``AtomicFile``, ``atomic_write``, ``publish``: a temporary name, fsync, rename
 - ``create_temporary``, ``remove_leftovers``: temporary names that prove that megapack made the file
 
@@ -100,7 +100,7 @@ def is_at(identity: Identity, path: str | os.PathLike[str]) -> bool:
 
 
 class FileOnDisk(NamedTuple):
-    """State of a file a moment ago."""
+    """Size and time of a file when its directory was listed."""
 
     path: Path
     num_bytes: int  # allocated on the disk
@@ -108,8 +108,8 @@ class FileOnDisk(NamedTuple):
 
 
 def files_below(directory: Path) -> Iterator[FileOnDisk]:
-    """Yield all files below a directory. Unlike in ``Path.rglob``, files may disappear
-    meanwhile."""
+    """Yield all files below a directory; skip files that disappear meanwhile (``Path.rglob`` would
+    raise)."""
     for folder, _, names in os.walk(directory):
         for name in names:
             with contextlib.suppress(FileNotFoundError):
@@ -132,7 +132,8 @@ def read_array_blocks(
         if unread:
             missing = count - begin - (numbers.nbytes - len(unread)) // numbers.itemsize
             raise FormatError(
-                f"{file.name} ends {missing} numbers early: it is, or was just now, truncated"
+                f"{file.name} ends {missing} numbers early: it is truncated, or was shortened "
+                "while it was read"
             )
         yield numbers
 
@@ -151,8 +152,9 @@ def check_target(
     exist or is to be replaced, False if an equal file exists.
 
     ``difference`` describes how the existing file differs from the new one, None if they are equal;
-    a callable is called only if the file exists. ``name`` replaces the path in the message. Links
-    stay, and the files they lead to are replaced. Raises ConfigError: a different file exists and
+    a callable is called only if the file exists. ``name`` replaces the path in the message. If the
+    path is a link, the file that it leads to is replaced, not the link. Raises ConfigError: a
+    different file exists and
     ``overwrite`` is False; or see ``target_of``.
     """
     if not target_of(path).exists():
@@ -163,7 +165,7 @@ def check_target(
         return False
     if not overwrite:
         raise ConfigError(
-            f"{name or os.fspath(path)} is there already: {difference}"
+            f"{name or os.fspath(path)} exists already: {difference}"
             f"{os.linesep if os.linesep in difference else '. '}Replace it with --overwrite "
             "(overwrite=True), or choose another name"
         )
@@ -237,7 +239,7 @@ class AtomicFile:
         self._discard = weakref.finalize(self, _discard, self.file, self.temporary, os.getpid())
 
     def write(self, data: Buffer) -> None:
-        """Append all bytes of ``data``, or none; an OSError (disk full, ...) names the file."""
+        """Append all bytes of ``data``, or none. An OSError (disk full, ...) contains the path."""
         with self.all_or_nothing():
             remaining = memoryview(data).cast("B")
             while remaining:
@@ -262,14 +264,15 @@ class AtomicFile:
         except OSError as error:
             if error.errno not in _CANNOT_COPY_IN_KERNEL:
                 raise
-        # Some file systems copy nothing and report no error: read, to detect the end of the file.
+        # On some file systems copy_file_range copies nothing without an error. Copy with a read,
+        # which also detects the end of the file.
         data = os.read(file.fileno(), min(count, COPY_BLOCK))
         self.write(data)
         return len(data)
 
     @contextlib.contextmanager
     def all_or_nothing(self) -> Iterator[None]:
-        """Undo the writes of a block that raises; an OSError names this file."""
+        """Undo the writes of a ``with`` block that raises; its OSErrors contain this path."""
         position = self.file.tell()
         try:
             with naming(self.path):
@@ -372,7 +375,7 @@ def create_temporary(target: Path, make: Callable[[Path], T]) -> tuple[Path, T]:
 
 
 def _proof(name: str, salt: str, inode: int) -> str:
-    """Return five characters that belong to an inode under a name."""
+    """Return five characters computed from a file name, a salt and an inode number."""
     digest = hashlib.blake2b(os.fsencode(f"{name}/{salt}/{inode}"), digest_size=8).digest()
     number, letters = int.from_bytes(digest, "little"), ""
     for _ in range(5):
@@ -407,12 +410,14 @@ def temporary_files(directory: Path) -> Iterator[tuple[str, Path]]:
 
 
 def is_being_written(path: Path) -> bool:
-    """Return whether a process holds a temporary file; True if the file system has no locks."""
+    """Return whether a process still locks a temporary file; True if the file system has no
+    locks."""
     try:
         with _locked(path):
             return False
     except OSError:
-        return not path.is_symlink()  # a link cannot be locked; import renames its link at once
+        # links cannot be locked; import creates and renames one at once
+        return not path.is_symlink()
 
 
 # Directory -> final name -> leftovers when this process first wrote there. Each directory is listed
@@ -423,7 +428,8 @@ _leftovers: dict[Path, dict[str, list[Path]]] = {}
 def remove_leftovers(target: Path) -> None:
     """Remove temporary files of ``target`` that killed writers left, and log each one.
 
-    Files that a running process holds stay. Without file locks, every file stays.
+    Files that a running process has locked are kept; if the file system has no locks, all files
+    are.
     """
     by_name = _leftovers.get(target.parent)
     if by_name is None:

@@ -197,7 +197,7 @@ def import_dataset(
             raise ConfigError(f"{bin_path} is the input and has a header; choose another output")
         how = _write(source, target, link, keeps_bin and source.foreign.pointers is None, overwrite)
     if how is None:
-        return f"nothing to do: {output} is there already"
+        return f"nothing to do: {output} exists already"
     tokens = f"{source.foreign.num_tokens} {source.foreign.dtype.name} tokens ({kind}, .bin {how})"
     return "; ".join(
         [f"{output}: {source.layout.num_documents} documents, {tokens}", *source.notes]

@@ -1,10 +1,10 @@
-"""Locks and folders that only megapack creates and removes: each carries a mark.
+"""Lock files and folders that megapack creates and removes; each contains megapack's mark.
 
 - ``WriterLock``: one writer per path, by a lock of the kernel
 - ``make_own_folder``, ``remove_own_folder``: folders that megapack may remove as a whole
 
-with WriterLock("shared/corpus", what="merge"):  # shared/corpus.lock
-    ...  # another writer gets LockedError: ... being written by process 12 on host-3 (merge)
+    with WriterLock("shared/corpus", what="merge"):  # shared/corpus.lock
+        ...  # another writer gets LockedError: ... being written by process 12 on host-3 (merge)
 """
 
 from __future__ import annotations
@@ -37,17 +37,18 @@ _LOCK_MARK = b"megapack lock: "
 class WriterLock:
     """Lock on a path, held from construction until ``release()`` or the end of the process.
 
-    The kernel locks the file ``<path>.lock``, which names host, process and purpose (``what``). It
-    appears complete and locked, and its holder removes it; a leftover of a killed process locks
-    nothing. A file of that name that does not begin with megapack's mark is never opened for
-    writing, changed or removed. A forked child shares the lock and never removes the file. Links
+    The lock is a kernel lock on the file ``<path>.lock``, which contains host, process and purpose
+    (``what``). The file is locked before it gets its name, and the process that holds the lock
+    removes it. A lock file that a killed process left locks nothing. A file of that name that does
+    not begin with megapack's mark is never opened for writing, changed or removed. A forked child
+    shares the lock and never removes the file. Links
     are followed; ``shared``: let others share the lock.
 
     Raises:
-        LockedError: another writer holds it; names its host and process.
+        LockedError: another writer holds the lock; the message contains its host and process.
         ConfigError: another program's file has the lock's name, the directory does not exist, or
             the name is too long.
-        OSError: the lock file cannot be created or written; names it.
+        OSError: the lock file cannot be created or written; the message contains its path.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, what: str, shared: bool = False) -> None:
@@ -66,7 +67,7 @@ class WriterLock:
         self._release = weakref.finalize(self, _release, descriptor, self.path, os.getpid())
 
     def release(self) -> None:
-        """Let the next writer in. May be called twice."""
+        """Release the lock and remove its file. May be called twice."""
         self._release()
 
     def __enter__(self) -> WriterLock:
@@ -161,14 +162,14 @@ def _join_lock(path: Path, name: str, content: bytes, shared: bool) -> int | Non
 
 def _not_our_lock(path: Path, name: str) -> ConfigError:
     return ConfigError(
-        f"{path} is not a lock of megapack, and {name} is locked by a file of that name: move it, "
-        "or choose another output"
+        f"{path} is not a lock file of megapack, which needs that name to lock {name}: move the "
+        "file, or choose another output"
     )
 
 
 def _release(descriptor: int, path: Path, owner: int) -> None:
     if os.getpid() == owner:
-        with contextlib.suppress(OSError):  # it is shared, or the file system has no locks
+        with contextlib.suppress(OSError):  # others share the lock, or the system has no locks
             # Remove it only while no other process holds it, and only if it is still this file.
             if lock_file(descriptor, path):
                 path.unlink(missing_ok=True)
@@ -177,7 +178,7 @@ def _release(descriptor: int, path: Path, owner: int) -> None:
 
 # ---- Folders that megapack fills and removes ---------------------------------------------------
 
-FOLDER_MARK = ".megapack"  # file in every folder that megapack may remove with all it holds
+FOLDER_MARK = ".megapack"  # file in every folder that megapack may remove with its contents
 
 
 def is_own_folder(path: Path) -> bool:
@@ -191,14 +192,15 @@ def make_own_folder(path: Path) -> None:
     while not is_own_folder(path):
         if os.path.lexists(path):
             raise ConfigError(
-                f"{path} was not made by megapack, which would write and remove files in it: move "
-                "it, or choose another name"
+                f"{path} exists and was not made by megapack, which would write and remove files "
+                "in it: move it, or choose another name"
             )
         draft = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
         draft.mkdir()
         (draft / FOLDER_MARK).touch()
         try:
-            # A folder appears with its mark, or another process was first.
+            # The rename makes the folder appear together with its mark. It fails if another process
+            # created the folder first.
             draft.rename(path)
         except OSError:
             shutil.rmtree(draft)

@@ -1,7 +1,7 @@
 """Merge datasets into one, in memory that does not depend on their size.
 
-Tokens are concatenated (inside the kernel if the dtype stays) and the index is computed block by
-block from the inputs' indices, so the result equals the output of one builder.
+Tokens are concatenated (the kernel copies them if the dtype does not change), and the index is
+computed block by block from the inputs' indices, so the result equals the output of one builder.
 
     merge(["a", "b", "b"], "ab")    # a: [7, 8, 0], [9, 0]; b: [5, 0]
     # -> ab: [7, 8, 0], [9, 0], [5, 0], [5, 0]; an input named twice is copied twice
@@ -53,13 +53,13 @@ def merge(
     """Concatenate datasets, documents in the order of ``prefixes``; a prefix may occur several
     times.
 
-    Accepts datasets of megapack, megatron-core, Megatron-DeepSpeed and GPT-NeoX. If a merge lost
-    the document indices of one, each of its sequences is a document.
+    Accepts datasets of megapack, megatron-core, Megatron-DeepSpeed and GPT-NeoX. If an input has no
+    document indices (a merge of GPT-NeoX loses them), each of its sequences becomes a document.
 
     Args:
         prefixes: of the datasets, at least one. Remote ones are fetched whole into the cache first.
         output: prefix of the result; a remote one is uploaded when it is complete.
-        dtype: of the result; required if the inputs differ. Ids must fit.
+        dtype: of the result; required if the inputs' dtypes differ. All ids must fit into it.
         multimodal: the inputs have modes.
         allow_mixed_tokenizers: accept different or missing tokenizers and begin or end tokens (BOS,
             EOD) in the inputs' meta files.
@@ -69,15 +69,15 @@ def merge(
         progress: called with (tokens done, all tokens) after every input.
 
     Returns:
-        False if the meta files prove that the result existed already, and nothing was done.
+        False if nothing was done, because the meta files prove that the result exists already.
 
     Raises:
         ConfigError: another dataset or an input is at ``output``, or it is not writable; or
             ``remove_inputs`` with remote datasets, or after some inputs were removed already.
         LockedError: another process writes ``output``.
         DataError: dtypes, tokenizers or begin or end tokens differ, or an id does not fit.
-        FormatError, OSError: an input is damaged, a file cannot be read or written: no output
-            exists.
+        FormatError, OSError: an input is damaged, or a file cannot be read or written; no output is
+            left behind.
     """
     if not prefixes:
         raise ConfigError("merge needs at least one dataset")
@@ -142,9 +142,11 @@ def _files(prefix: str) -> list[Path]:
 
 
 def _check_removal(prefixes: Sequence[str], output: str) -> None:
-    """Raise ConfigError if a merge was stopped while it removed its inputs, so that the output may
-    contain the only copy of some: the output exists, and an input is missing or the output ends
-    with the remaining inputs and contains more."""
+    """Raise ConfigError if an earlier merge seems to have been stopped while it removed its inputs.
+
+    The output may then contain the only copy of some documents. Signs: the output exists, and
+    either an input is missing, or the output contains more tokens than the inputs and ends with
+    theirs."""
     if not all(path.exists() for path in _files(output)):
         return
     remaining = [prefix for prefix in prefixes if path_of(prefix, ".idx").exists()]
@@ -156,8 +158,9 @@ def _check_removal(prefixes: Sequence[str], output: str) -> None:
     ):
         names = [os.fspath(path) for p in prefixes for path in _files(p) if path.exists()]
         raise ConfigError(
-            f"{output} exists, and some of its inputs do not: a merge may have been stopped while "
-            "it removed them. If the output contains all documents, remove the remaining inputs "
+            f"{output} exists, and some of its inputs are missing: a merge may have been stopped "
+            "while it removed inputs. "
+            "If the output contains all documents, remove the remaining inputs "
             f"({', '.join(names[:9]) or 'none'}{', ...' if names[9:] else ''}); otherwise leave "
             "out --remove-inputs to merge only these"
         )

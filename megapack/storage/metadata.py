@@ -1,4 +1,4 @@
-"""``<prefix>.meta.json``: a dataset's description of itself. Reading works without it.
+"""``<prefix>.meta.json``: optional description of a dataset. Datasets can be read without it.
 
 ===================  ===========================================================================
 format, version      ``"megapack dataset"``, 1
@@ -14,8 +14,8 @@ metadata's keys      the builder's ``metadata``: ``tokenizer``, ``command``, ...
                      ``document_end_token``, the id at the end of every non-empty document
 ===================  ===========================================================================
 
-A merge copies the checksums of its inputs. So it reads every token once, and verify detects inputs
-that were damaged before the merge.
+A merge copies the checksums of its inputs instead of computing them. So it reads every token only
+once, and verify also detects inputs that were damaged before the merge.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from megapack.storage.index_file import IndexHeader, path_of, pick_dtype
 
 
 class Checksum(NamedTuple):
-    """Checksum of a file or of a stretch of it."""
+    """Checksum of a file or of consecutive bytes of it (a stretch)."""
 
     num_bytes: int
     xxh3_128: str  # hexadecimal
@@ -100,7 +100,8 @@ def own_metadata(meta: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def common_metadata(metas: Iterable[Mapping[str, Any] | None]) -> dict[str, Any]:
-    """Return the metadata on which all datasets agree; None: a dataset without meta file."""
+    """Return the metadata on which all datasets agree; ``metas`` has None for a dataset without a
+    meta file, which counts as empty metadata."""
     first, *others = [own_metadata(meta or {}) for meta in metas]
     return {
         key: value
@@ -119,7 +120,7 @@ def read_meta(prefix: str | os.PathLike[str]) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise FormatError(f"{path} is not a megapack meta file; move it out of the way")
+        raise FormatError(f"{path} is not a megapack meta file; move or rename it")
     if content.get("version") != VERSION:
         raise FormatError(
             f"{path} has version {content.get('version')!r}; this megapack reads {VERSION}"
@@ -207,8 +208,8 @@ def difference_from_files(
     for key, value in actual.items():
         if recorded[key] != value:
             return (
-                f"the meta file describes other files: its {key} is {recorded[key]}, theirs is "
-                f"{value}; delete it if another tool rewrote the dataset"
+                f"the meta file does not match the dataset: its {key} is {recorded[key]}, that of "
+                f"the dataset is {value}; delete the meta file if another tool rewrote the dataset"
             )
     return None
 

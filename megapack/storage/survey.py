@@ -1,11 +1,12 @@
-"""Facts about an .idx/.bin pair, computed from the files instead of trusted.
+"""Facts about an .idx/.bin pair, computed from its contents instead of read from its header.
 
 - ``survey``: the facts of one pair, a ``Survey``, for merge, import, verify and repair
 - ``Finding``: a fact that users should know; ``Survey.findings``: findings about the index
 
-Three tools write the same magic with three dtype tables, one of them loses documents in a merge,
-and old releases overflowed pointers. But pointers are the running sum of lengths times the token
-width, and .bin ends with the last one: so they prove the width, and the meaning of the dtype code.
+Three tools write the same magic number with three tables of dtype codes; the merge of one tool
+loses documents, and old releases wrote pointers that overflowed. Correct pointers are the running
+sum of lengths times the token width, and .bin ends with the last sequence. So pointers prove the
+token width, and with it the meaning of the dtype code.
 
     lengths 3, 2; pointers 0, 6; .bin of 10 bytes    # -> 2 bytes per token, for any dtype code
     lengths 3, 2; pointers 0, 6; .bin of 12 bytes    # -> the same, and a finding: 2 extra bytes
@@ -37,7 +38,7 @@ _TABLES = {
     "DeepSpeed": {6: "uint16", 7: "uint32", 8: "uint64"},
 }
 _BY_WIDTH = {1: "uint8", 2: "uint16", 4: "int32", 8: "int64"}
-# Bit patterns of float32 numbers from 1e-19 on are larger, and every vocabulary is smaller.
+# Read as integers, float32 numbers from 1e-19 on are larger than this; vocabularies are smaller.
 _LARGEST_TOKEN_ID = 1 << 29
 
 
@@ -45,7 +46,8 @@ _LARGEST_TOKEN_ID = 1 << 29
 class Finding:
     """Fact about a dataset that users should know.
 
-    ``error``: it cannot be read or trusted; ``warning``: check it; ``note``: it is sound.
+    ``error``: the dataset cannot be read or trusted; ``warning``: check the dataset; ``note``: the
+    dataset is usable.
     """
 
     severity: Literal["error", "warning", "note"]
@@ -66,8 +68,8 @@ class Survey:
     bin_path: Path
     bin_bytes: int
     num_tokens: int = 0
-    # Token widths for which every pointer is the sum of the lengths before it times the width, and
-    # widths for which this is true modulo 2^32 only.
+    # widths: those for which every pointer is the sum of the preceding lengths times the width.
+    # wrapped_widths: those for which this is true only modulo 2^32 (pointers that overflowed).
     widths: set[int] = field(default_factory=set)
     wrapped_widths: set[int] = field(default_factory=set)
     first_wrong_pointer: str = ""  # for the width of the dtype code
@@ -94,7 +96,8 @@ class Survey:
 
     @property
     def width(self) -> int | None:
-        """Bytes per token, proven by the pointers, else the dtype code's, else by .bin's size."""
+        """Bytes per token: proven by the pointers, else from the dtype code, else from .bin's
+        size."""
         for widths in (self.widths, self.wrapped_widths):
             if len(widths) == 1:
                 return next(iter(widths))
@@ -144,9 +147,9 @@ class Survey:
         name, header = self.layout.path, self.layout.header
         if header.lacks_document_indices:
             text = f"{name} has no documents (GPT-NeoX's merge loses them)"
-            yield Finding("error", "documents-lost", text, f"{REPAIR} makes every sequence one")
+            yield Finding("error", "documents-lost", text, f"{REPAIR} makes each one a document")
         elif self.first_bad_document is not None:
-            text = f"{name}: document {self.first_bad_document} ends before it begins or too late"
+            text = f"{name}: document {self.first_bad_document} begins or ends out of order"
             yield Finding("error", "documents", text, REPAIR)
         elif self.last_document_end != header.num_sequences:
             last = f"sequence {self.last_document_end} of {header.num_sequences}"

@@ -208,20 +208,21 @@ class CheckpointConfig:
     """Address (s3://bucket/folder, ...) for copies of every checkpoint, made while training
     continues. A ``run_dir`` without checkpoints is restored from it. Each run needs its own."""
     asynchronous: bool = True
-    """Training waits only until the state is copied to host memory; false needs no such memory, and
-    training waits for the disk."""
+    """true: training waits only until the state is copied to host memory. false: training waits
+    until the state is on disk, and no extra host memory is needed."""
     resume: Literal["auto", "never"] = "auto"
     """auto resumes from the newest checkpoint of ``run_dir``; never raises if there is one."""
     allow_change: tuple[str, ...] = ()
-    """Keys that may differ from the checkpoint's, as in ``[seed, optimizer.betas]``: keys of the
-    order of samples, of this file, of the model (``model.rope_theta``), ``model.tokenizer``, and
-    ``data.content`` (the bytes of the data). A section's name allows all of its keys; ``run``
-    accepts a checkpoint without a record of its run."""
+    """Keys that may differ from those recorded in the checkpoint, as in ``[seed,
+    optimizer.betas]``: keys that define the order of samples, keys of this file or of the model
+    configuration (``model.rope_theta``), ``model.tokenizer``, and ``data.content`` (the bytes of
+    the data). The name of a section allows all of its keys; ``run`` accepts a checkpoint without a
+    record of its run."""
     fallback: bool = False
     """If the newest checkpoint is damaged, try the one before it instead of stopping."""
     verify: Literal["size", "checksum"] = "checksum"
-    """Check of the files before loading. ``size`` reads no file and does not detect damage or
-    swapped files of the same length."""
+    """How to check the checkpoint's files before loading. ``size`` compares sizes only, so it does
+    not detect damage or swapped files of the same length."""
     export: bool = True
     """Write ``run_dir/model``, which ``from_pretrained`` loads, when the run ends."""
 
@@ -462,8 +463,9 @@ class PretrainConfig:
     num_epochs: int = 1
     """Passes over the data, if ``num_steps`` is null."""
     stop_at: int | None = None
-    """Step after which the run saves and stops, without the export, so that you can edit and resume
-    it. Its length, and so the learning rate, stay."""
+    """Step after which the run saves a checkpoint and stops, without exporting the model, so that
+    you can edit the configuration and resume. The planned number of steps, and so the learning
+    rate, does not change."""
     model: ModelConfig
     data: DataConfig
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -514,8 +516,8 @@ class PretrainConfig:
             )
 
     def _check_muon(self) -> None:
-        # DeepSpeed 0.19 accepts other stages, and there clips Muon's updates, which are orthogonal
-        # already, instead of the gradient.
+        # DeepSpeed 0.19 accepts other stages, but with them it clips Muon's updates, which are
+        # already orthogonal, instead of the gradient.
         engine = self.engine
         stage, offload = engine.stage, "offload_optimizer"
         if stage != 0 and (stage, engine.precision) != (1, "bf16"):

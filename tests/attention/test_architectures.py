@@ -24,7 +24,7 @@ WORDS = {
     "logits before it": "sees the future",
     "one document alone": "drops a rule",
     "a row has other logits": "documents meet",
-    "next to one longer": "documents meet",
+    "has one longer than": "documents meet",
     "building a tiny model": "not offered",
     "fails on a row": "fails",
 }

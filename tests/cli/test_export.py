@@ -180,4 +180,4 @@ def test_export_refuses_unsupported_samples(tmp_path: Path) -> None:
         assert reason in export(tmp_path, *more, status=2)
         assert not list(tmp_path.glob("train*")), "nothing half-written"
     (tmp_path / "train.idx.parquet").touch()
-    assert "is there already" in export(tmp_path, "--eod-token", "1", status=2)
+    assert "exists already" in export(tmp_path, "--eod-token", "1", status=2)

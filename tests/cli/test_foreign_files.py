@@ -137,7 +137,9 @@ def test_a_foreign_lock_is_refused_and_survives(
     shutil.copytree(inputs, root)
     plant(root / "out.lock")
     before = state(root)
-    with pytest.raises(ConfigError, match=r"out\.lock is not a lock of megapack.*: move it, or"):
+    with pytest.raises(
+        ConfigError, match=r"out\.lock is not a lock file of megapack.*: move the file, or"
+    ):
         WriterLock(root / "out", what="a test", shared=shared)
     assert state(root) == before
 

@@ -232,7 +232,7 @@ def test_training_again_does_nothing(tmp_path: Path, corpus: Path) -> None:
     command += ["--type", "bpe-json", "--vocab-size", "300"]
     assert f"{output}: 300 tokens, learned from 60 documents" in printed(*command)
     before = output.read_bytes()
-    assert f"nothing to do: {output} is there already" in printed(*command)
+    assert f"nothing to do: {output} exists already" in printed(*command)
     other = [*command, "--special-token", "<|x|>"]
     assert "replace it with --overwrite" in printed(*other, status=2).lower()
     assert output.read_bytes() == before

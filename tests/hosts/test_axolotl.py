@@ -110,7 +110,7 @@ def test_axolotl_trains_with_the_losses_of_the_documents(
     [
         ({"fault": "joined"}, "see another document"),
         ({"fault": "moved"}, "see another document"),
-        ({"fault": "shifted"}, "is the mask, or are the labels, shifted once too often"),
+        ({"fault": "shifted"}, "check whether the mask or the labels are shifted twice"),
         ({"datasets": "window.json"}, "the run has attention windows [32], and attention 'sdpa'"),
         ({"sample_packing": True}, "sample_packing is True: rows are packed already"),
     ],

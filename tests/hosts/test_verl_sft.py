@@ -87,7 +87,7 @@ def test_verl_trains_on_the_schedule_with_the_losses_of_the_documents(
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"fault": "shifted"}, "are the labels, shifted once too often"),
+        ({"fault": "shifted"}, "the labels are shifted twice"),
         ({"fault": "joined"}, "see another document"),
         ({"trainer__total_epochs": 2}, "take trainer.total_epochs=1"),
         ({"data__pad_mode": "right"}, "data.pad_mode is 'right': rows have their padding already"),

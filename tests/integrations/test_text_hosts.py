@@ -120,7 +120,7 @@ def test_aligned_segments_are_refused(corpus: IndexedDataset, tmp_path: Path) ->
         data_cache_path=str(tmp_path),
     )
     assert train is not None
-    with pytest.raises(ConfigError, match="Megatron-DeepSpeed has no way to pass"):
+    with pytest.raises(ConfigError, match="a batch of Megatron-DeepSpeed cannot describe"):
         train[0]
 
 

@@ -165,7 +165,7 @@ def test_other_options_are_refused(tmp_path: Path, prefixes: list[str]) -> None:
     with pytest.raises(ConfigError, match="another parameters and buckets and bucket_capacity"):
         packed(manifest, prefixes, options={"buckets": [16], "alignment": 4})
     manifest.unlink()  # a run stopped before it wrote the manifest, then other options
-    with pytest.raises(ConfigError, match=r"part0-.* is there already: it was packed with another"):
+    with pytest.raises(ConfigError, match=r"part0-.* exists already: it was packed with another"):
         packed(manifest, prefixes, options={"seed": 4})
     assert packed(manifest, prefixes, options={"seed": 4}, overwrite=True).seed == 4
     with pytest.raises(ConfigError, match=r"NAME\.shards\.json"):

@@ -106,10 +106,10 @@ def test_existing_remote_samples_are_treated_as_local_ones(
     first = fetch_file(f"{address}.samples").read_bytes()
     line.counts.clear()
     assert pack(address) == 0
-    assert f"nothing to do: {address}.samples is there already" in capsys.readouterr().err
+    assert f"nothing to do: {address}.samples exists already" in capsys.readouterr().err
     assert pack(address, "--seed", "9") == 2
     error = capsys.readouterr().err
-    assert f"{address}.samples is there already: it was packed with another seed" in error
+    assert f"{address}.samples exists already: it was packed with another seed" in error
     assert "--overwrite" in error and str(tmp_path) not in error
     assert not line.counts["PUT"] and fetch_file(f"{address}.samples").read_bytes() == first
     assert pack(address, "--seed", "9", "--overwrite") == 0
@@ -286,7 +286,7 @@ def test_errors_name_a_remedy(line: Line, tmp_path: Path) -> None:
         (("pack", "s3://bucket/*/docs.idx", "--output", far, *BUCKETS), "after the last /"),
         (("pack", "http://host/*.idx", "--output", far, *BUCKETS), "name each dataset"),
         (("pack", f"{folder}/x*.idx", "--output", far, *BUCKETS), "matches no file"),
-        (("pack", address, "--output", "s3://bucket", *BUCKETS), "names no object"),
+        (("pack", address, "--output", "s3://bucket", *BUCKETS), "is no address of an object"),
         (("arrange", near, "--output", far), "megapack-build upload"),
         (("repair", address), "is not a local file"),
         (("merge", address, "--output-prefix", near, "--remove-inputs"), "--remove-inputs"),

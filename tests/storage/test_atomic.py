@@ -252,7 +252,7 @@ def test_equal_files_stay_and_different_ones_need_overwrite(tmp_path: Path) -> N
     assert not check_target(path, overwrite=False, difference=None)
     assert not check_target(path, overwrite=True, difference=None)
     assert not check_target(path, overwrite=False, difference=lambda: None)
-    with pytest.raises(ConfigError, match=r"file is there already: its seed is 1, not 2.*--overwr"):
+    with pytest.raises(ConfigError, match=r"file exists already: its seed is 1, not 2.*--overwr"):
         check_target(path, overwrite=False, difference="its seed is 1, not 2")
     assert check_target(path, overwrite=True, difference=lambda: "its seed is 1, not 2")
     with pytest.raises(ConfigError, match=f"directory {tmp_path}/no does not exist; create it"):

@@ -317,7 +317,7 @@ def test_nanogpt_bin_is_imported_in_place(tmp_path: Path) -> None:
     assert path.stat().st_ino == inode
     assert dataset.vocab_size == 11 and dataset.meta["document_end_token"] == 0
     again = import_dataset(path, tmp_path / "train", **how)
-    assert again == f"nothing to do: {tmp_path}/train is there already"
+    assert again == f"nothing to do: {tmp_path}/train exists already"
 
 
 @pytest.mark.parametrize("link", ["symbolic", "hard", "copy"])

@@ -152,7 +152,7 @@ def stamps(directory: Path) -> dict[str, int]:
 def test_builder_replaces_a_dataset_only_with_overwrite(tmp_path: Path) -> None:
     write(tmp_path / "out", SMALL)
     before = files(tmp_path / "out")
-    with pytest.raises(ConfigError, match=r"out\.bin is there already.*overwrite=True"):
+    with pytest.raises(ConfigError, match=r"out\.bin exists already.*overwrite=True"):
         IndexedDatasetBuilder(tmp_path / "out", np.uint16)
     assert files(tmp_path / "out") == before
     with IndexedDatasetBuilder(tmp_path / "out", np.int32, overwrite=True) as builder:
@@ -166,10 +166,10 @@ def test_builder_replaces_a_dataset_only_with_overwrite(tmp_path: Path) -> None:
 
 def test_bin_without_an_index_is_not_replaced(tmp_path: Path) -> None:
     np.arange(9, dtype=np.uint16).tofile(tmp_path / "out.bin")
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="exists already"):
         IndexedDatasetBuilder(tmp_path / "out", np.uint16)
     write(tmp_path / "a", SMALL)
-    with pytest.raises(ConfigError, match=r"is there already: it is not complete\. Replace it"):
+    with pytest.raises(ConfigError, match=r"exists already: it is not complete\. Replace it"):
         merge([tmp_path / "a"], tmp_path / "out")
 
 
@@ -213,7 +213,7 @@ def test_second_equal_merge_does_nothing(tmp_path: Path) -> None:
         "has no checksums as int32": {"prefixes": inputs, "dtype": np.int32},
     }
     for difference, other in others.items():
-        with pytest.raises(ConfigError, match=f"is there already: .*{difference}.*--overwrite"):
+        with pytest.raises(ConfigError, match=f"exists already: .*{difference}.*--overwrite"):
             merge(output=tmp_path / "out", **other)
         assert files(tmp_path / "out") == content
     assert merge(inputs[1:], tmp_path / "out", overwrite=True)
@@ -236,7 +236,7 @@ def test_second_equal_import_does_nothing(tmp_path: Path) -> None:
         before = stamps(tmp_path)
         assert import_dataset(**flat, eod_token=0).startswith("nothing to do: ")
         assert stamps(tmp_path) == before
-        with pytest.raises(ConfigError, match="is there already: its idx differs"):
+        with pytest.raises(ConfigError, match="exists already: its idx differs"):
             import_dataset(**flat, eod_token=2, eod_at="start", metadata={"x": 1})
         import_dataset(**flat, eod_token=2, overwrite=True)
         assert len(IndexedDataset(tmp_path / "out")) == 2
@@ -282,7 +282,7 @@ def test_builder_locks_the_prefix_until_it_is_released(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as kept:  # its frames live as long as the error
         IndexedDatasetBuilder(tmp_path / "out")
     write(tmp_path / "out", SMALL, overwrite=True)
-    assert "is there already" in str(kept.value)
+    assert "exists already" in str(kept.value)
 
 
 @pytest.mark.parametrize("suffix", [".idx", ".bin", ".meta.json"])
@@ -355,7 +355,7 @@ def test_meta_file_of_other_files_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "other", SMALL)
     for suffix in (".bin", ".idx"):  # another tool's builder does not touch the meta file
         (tmp_path / f"other{suffix}").replace(tmp_path / f"data{suffix}")
-    with pytest.raises(FormatError, match="meta file describes other files: its num_seq"):
+    with pytest.raises(FormatError, match="meta file does not match the dataset: its num_seq"):
         _ = IndexedDataset(tmp_path / "data").meta
 
 

@@ -26,7 +26,7 @@ def test_merge_then_verify(tmp_path: Path) -> None:
     assert printed(*whole) == f"{tmp_path}/all: 2 datasets, 10 documents, 20 uint16 tokens\n"
     said = printed(*part, status=2)
     assert "its num_sequences is 10, not 5" in said and "Replace it with --overwrite" in said
-    assert printed(*whole) == f"nothing to do: {tmp_path}/all is there already\n"
+    assert printed(*whole) == f"nothing to do: {tmp_path}/all exists already\n"
     said = printed("verify", tmp_path / "all.idx", tmp_path / "shards" / "a")
     assert said.startswith(f"{tmp_path}/all: sound\n")
 
@@ -57,11 +57,11 @@ def test_import_then_verify(tmp_path: Path) -> None:
     arguments += ["--dtype", "uint16", "--eod-token"]
     assert "2 documents, 5 uint16 tokens" in printed("import", *arguments, 0)
     printed("verify", tmp_path / "data")
-    there = f"nothing to do: {tmp_path}/data is there already\n"
+    there = f"nothing to do: {tmp_path}/data exists already\n"
     assert printed("import", *arguments, 0) == there
     assert "give --eod-at start" in printed("import", *arguments, 1, status=2)
     said = printed("import", *arguments, 1, "--eod-at", "start", status=2)
-    assert "is there already: its num_sequences is 2, not 1" in said
+    assert "exists already: its num_sequences is 2, not 1" in said
     printed("import", *arguments, 1, "--eod-at", "start", "--overwrite")
     said = printed("import", *arguments, "</s>", status=2)
     assert "is a name: add --tokenizer, or give its id" in said

@@ -278,7 +278,7 @@ def test_attention_refuses_mask_dropout_and_cache() -> None:
     with pytest.raises(ValueError, match="got an attention_mask"):
         model(tokens, attention_mask=torch.zeros(1, 1, 6, 6), use_cache=False)
     past = model(tokens, use_cache=True).past_key_values
-    with pytest.raises(ValueError, match="not decoding with a cache"):
+    with pytest.raises(ValueError, match="not for decoding with a cache"):
         model(tokens[:, :1], past_key_values=past)
     model.config.attention_dropout = 0.1
     for layer in model.model.layers:

@@ -1,1 +1,1 @@
-"""One module per trainer: it passes megapack's rows to that trainer under the trainer's names."""
+"""One module per trainer: it passes megapack's rows to the trainer in the trainer's format."""

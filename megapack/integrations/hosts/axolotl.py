@@ -1,4 +1,4 @@
-"""axolotl: packed rows by a plugin, with axolotl's names of sizes.
+"""axolotl: a plugin that trains on packed rows; sizes are options of axolotl.
 
     plugins: [megapack.integrations.hosts.axolotl.PackedPlugin]
     datasets: [{path: chats.yaml}]       # a manifest, a shard manifest or a prefix
@@ -8,8 +8,9 @@
     gradient_accumulation_steps: 4       # on 8 ranks: steps of 524,288 tokens
 
 axolotl's trainer, model loader and adapters are unchanged; its preparation of datasets does not
-run. By default axolotl counts labels per rank and averages the means of micro batches; here a loss
-is the mean over all labels of a step. docs/guides/finetuning.md has the limits.
+run. By default axolotl counts labels per rank and averages the mean losses of micro batches; with
+the plugin, the loss of a step is the mean over all its labels.
+docs/guides/finetuning.md has the limits.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ REFUSED = {
     "val_set_size": "packed rows are not split; name evaluation data under test_datasets",
     "curriculum_sampling": "the manifest decides the order",
     "group_by_length": "the manifest decides the order",
-    "rl": "it needs pairs or prompts, and rows contain documents",
+    "rl": "it needs pairs or prompts, but packed rows contain documents",
     "reward_model": "it needs pairs, and rows contain documents",
     "process_reward_model": "it needs steps with rewards, and rows contain documents",
     "lora_qkv_kernel": "it replaces the model's class, so the model cannot be checked",

@@ -5,8 +5,9 @@
 
 nanotron's Qwen2 derives the boundaries of its flash-attention from ``position_ids`` that are 0.
 
-Its loss is a mean of means: of every micro batch over its labels, then of micro batches and ranks.
-Packed rows have different numbers of labels; with two micro batches of a step,
+Its loss is a mean of means: the mean over the labels of each micro batch, averaged over micro
+batches and ranks. Packed rows have different numbers of labels. Example: a step of two micro
+batches:
 
     labels         100      300      sum of losses 600 over 400 labels
     nanotron       300/100  300/300  mean of means 2
@@ -65,7 +66,8 @@ class PackedBatches:
         return {self.data_path: {"tokens": tokens}}
 
     def masked_mean(self, loss: Tensor, label_mask: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the sum of losses ``(rows, R)`` over ``labels``, in place of nanotron's mean."""
+        """Return the sum of losses ``(rows, R)`` divided by ``labels``; replaces nanotron's
+        mean."""
         if self._probed is not None:
             self._probed.append(seen_losses(loss * label_mask, label_mask))
         return (loss * label_mask).sum(dtype=dtype) / self.labels
@@ -102,8 +104,8 @@ def packed(
     """Return the batches of the trainer's one data stage, for ``trainer.train``.
 
     Makes the loss of the ``DistributedTrainer`` a mean over labels until the process ends. Raises
-    ConfigError for a model without position_ids, pipelines, context parallelism, several data
-    stages, sizes that exclude each other, and as ``open_rows``.
+    ConfigError for a model without position_ids, for pipeline or context parallelism, for several
+    data stages, for sizes that contradict each other, and as ``open_rows``.
 
     Args:
         data_path: a .bin/.idx prefix, a manifest file, or JSON text.

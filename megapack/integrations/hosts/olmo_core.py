@@ -1,4 +1,4 @@
-"""OLMo-core: packed rows behind a ``DataLoaderBase``, with document lengths.
+"""OLMo-core: a ``DataLoaderBase`` of packed rows and their document lengths.
 
     loader = PackedOlmoLoader("corpus.json", sequence_length=4096, global_batch_size=4 << 20,
                               work_dir="/tmp/work", dp_process_group=train_module.dp_process_group)
@@ -15,7 +15,8 @@ have fewer labels than tokens, and a different number per rank: if two ranks hav
     OLMo-core                       300/100  300/300   mean over ranks 2
     with ``PackedOlmoCallback``     300/200  300/200   mean over labels 1.5
 
-so ``PackedOlmoCallback`` divides by the mean of all ranks. docs/guides/olmo_core.md has the limits.
+so ``PackedOlmoCallback`` divides by the mean label count of all ranks. docs/guides/olmo_core.md has
+the limits.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class PackedOlmoLoader(DataLoaderBase):  # type: ignore[misc]  # not installed w
     Args:
         data_path: a .bin/.idx prefix, a manifest file, or JSON text.
         sequence_length: tokens of a row.
-        global_batch_size: tokens of a step of all ranks: whole rows for every rank.
+        global_batch_size: tokens of all ranks in a step; every rank must get whole rows.
         work_dir: see ``DataLoaderBase``; megapack writes nothing there.
         dp_process_group: ``train_module.dp_process_group``; None: one rank.
         seed: seed of the order of samples.
@@ -181,9 +182,10 @@ class PackedOlmoEvaluator(Evaluator):  # type: ignore[misc]
     """Evaluator of the mean loss over all labels of a data path, every document once, for
     ``EvaluatorCallback(evaluators=[...])``.
 
-    The last batches are filled with rows without labels, so all ranks end together. OLMo-core
-    derives labels from the text here, so the label at a cut inside a document is lost. ``loader``
-    are other arguments of ``PackedOlmoLoader``; a batch is one forward of a rank.
+    Rows without labels fill the last batches, so all ranks have equally many. OLMo-core's
+    evaluation derives labels from the tokens of a row, so a document that is cut loses the label at
+    the cut. ``loader``: further arguments of ``PackedOlmoLoader``; a rank runs each batch in one
+    forward.
     """
 
     def __init__(self, data_path: str, *, name: str, **loader: Any) -> None:
@@ -213,8 +215,8 @@ class PackedOlmoCallback(Callback):  # type: ignore[misc]
     """Callback that makes the loss of a step a mean over the labels of all ranks.
 
     ``probe`` also probes the model on the first step (``megapack.integrations.probe``): seven
-    forwards; the log has their duration. Not with tensor or context parallelism, where a rank has
-    only part of them.
+    forwards; the log has their duration. The probe does not run with tensor or context parallelism,
+    where a rank has only part of the outputs.
     """
 
     probe: bool = True
@@ -228,7 +230,7 @@ class PackedOlmoCallback(Callback):  # type: ignore[misc]
                 "it needs a TransformerTrainModule (no pipeline) and a PackedOlmoLoader"
             )
         loader.has_callback = True
-        self._labels: Tensor | None = None  # labels per rank, mean of the current step
+        self._labels: Tensor | None = None  # mean number of labels per rank in this step
         stock = module.model_forward
 
         def model_forward(*args: Any, **kwargs: Any) -> Any:

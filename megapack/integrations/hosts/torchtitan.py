@@ -1,4 +1,4 @@
-"""torchtitan: packed rows behind a ``BaseDataLoader``; positions mark documents.
+"""torchtitan: a ``BaseDataLoader`` of packed rows; positions mark the documents.
 
     # packed_llama3.py; launch with: torchrun ... -m torchtitan.train --module packed_llama3
     from torchtitan.models.llama3.config_registry import llama3_8b
@@ -58,8 +58,8 @@ class PackedDataLoader(BaseDataLoader):  # type: ignore[misc]  # not installed w
         num_workers: int = 0
         """Worker processes that prefetch."""
         rows_per_step: int = 0
-        """Rows of all ranks in a step; ``PackedTitanTrainer`` sets it. 0, only for a finite set:
-        one micro batch per rank."""
+        """Rows of all ranks in a step; ``PackedTitanTrainer`` sets it. 0 means one micro batch per
+        rank and is allowed only if ``repeat`` is False."""
         num_steps: int | None = None
         """None: one epoch."""
         repeat: bool = True
@@ -85,7 +85,7 @@ class PackedDataLoader(BaseDataLoader):  # type: ignore[misc]  # not installed w
         if step < 1:
             raise ConfigError(
                 f"dataloader.rows_per_step is {step}: pass torchtitan the configuration that "
-                "`packed` returns, whose trainer sets it, or set the rows of a step of all ranks"
+                "`packed` returns, whose trainer sets it, or set it to all ranks' rows in a step"
             )
         options = RowOptions(sequence_length=length, rows_per_block=step, seed=config.seed)
         rows = open_data_path(
@@ -116,7 +116,7 @@ class PackedDataLoader(BaseDataLoader):  # type: ignore[misc]  # not installed w
         return self.ranks.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a state; it is empty if the checkpoint has no state."""
+        """Continue from a state; do nothing if it is empty (the checkpoint has none)."""
         if state_dict:
             self.ranks.load_state_dict(state_dict)
 
@@ -132,8 +132,8 @@ class PackedTitanTrainer(Trainer):  # type: ignore[misc]
 
         probe: bool = True
         """Probe the model on its first micro batch (``megapack.integrations.probe``): seven
-        forwards; the log has their duration. Not with pipelines, tensor or context parallelism,
-        where a rank has only parts of the outputs."""
+        forwards; the log has their duration. The probe does not run with pipeline, tensor or
+        context parallelism, where a rank has only parts of the outputs."""
 
     def __init__(self, config: Config) -> None:
         rows = _rows_per_step(config.training)
@@ -182,8 +182,8 @@ class PackedTitanTrainer(Trainer):  # type: ignore[misc]
 
 @contextmanager
 def _every_loss(loss_fn: Any) -> Iterator[list[Tensor]]:
-    """Collect the losses that a loss function sums, in the dtype of the logits: the probe takes
-    its tolerance from it. A chunked loss gives one tensor per part of the rows."""
+    """Collect the losses that a loss function sums, in the dtype of the logits, from which the
+    probe chooses its tolerance. A chunked loss gives one tensor per chunk."""
     leaf = getattr(loss_fn, "loss_fn", loss_fn)
     losses: list[Tensor] = []
 
@@ -230,7 +230,7 @@ def _rows_per_step(training: Any) -> int:
         rows, remainder = divmod(training.num_tokens_per_train_step, training.max_context_length)
     if rows < 1 or remainder:
         raise ConfigError(
-            f"training.{name} is {getattr(training, name)}; it must be set, to whole rows of "
-            "training.max_context_length tokens: steps must not depend on the number of ranks"
+            f"training.{name} is {getattr(training, name)}; set it to one or more whole rows, "
+            "because the content of a step must not depend on the number of ranks"
         )
     return int(rows)

@@ -1,7 +1,7 @@
 """Open a remote dataset: small files whole in the cache, tokens by ranges.
 
-- ``open_remote_pair``: the objects of a dataset, of one writer, as a ``RemotePair``
-- ``RemoteTokens``: its .bin as an array; ``read_consistently``: reads several of them at once
+- ``open_remote_pair``: the objects of a dataset, all from one upload, as a ``RemotePair``
+- ``RemoteTokens``: its .bin as an array; ``read_consistently``: read several of them at once
 - ``fetch_file``: one whole object; ``exists``: check for a dataset
 
 Blocks are numbered from 0, 16 KiB each: 4,096 tokens of int32. A gather of tokens [5000, 9000) ::
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _SUFFIXES = (".idx", ".bin", ".meta.json", SUFFIX)
-GAP_BLOCKS = 8  # unneeded blocks that one request may include instead of becoming two
+GAP_BLOCKS = 8  # merge two requests if at most this many unneeded blocks are between them
 # Blocks per memory page, which is freed as a whole: 64 KiB on some ARM machines.
 PAGE_BLOCKS = max(1, mmap.PAGESIZE // BLOCK_BYTES)
 _MAP_NORESERVE = 0x4000  # Linux; mmap.MAP_NORESERVE needs Python 3.13
@@ -82,7 +82,7 @@ class RemoteTokens:
 
     @property
     def mapped(self) -> NDArray[Any]:
-        """(size,): the tokens that are being read, zeros elsewhere."""
+        """All tokens, ``(size,)``; only those that are being read have values, others are 0."""
         tokens = self._bytes[: self.size * self.dtype.itemsize].view(self.dtype)
         tokens.flags.writeable = False
         return tokens
@@ -111,14 +111,16 @@ class RemoteTokens:
         return bool(self._seen[blocks].all())
 
     def want(self, blocks: Blocks) -> set[Future[None]]:
-        """Request missing blocks without waiting; return their requests, own and other callers'."""
-        # Without eviction, a block that was cached once stays cached.
+        """Request missing blocks without waiting; return the requests that fetch them, including
+        requests of other callers."""
+        # If the cache has no size limit, a cached block is never evicted.
         unseen = blocks[~self._seen[blocks]] if self._cache.limit is None else blocks
         new = self._look(self._not_in_flight(unseen))
         with self._flight_lock:
             for first, last in requests_of(self._not_in_flight(new), GAP_BLOCKS):
                 new_blocks = [block for block in range(first, last) if block not in self._in_flight]
-                # The request removes its blocks under the same lock, after they are recorded here.
+                # ``_fetch`` removes the blocks from ``_in_flight`` under the same lock, so it
+                # cannot do so before they are recorded below.
                 request = self._cache.submit(self._fetch, first, last, new_blocks)
                 self._in_flight.update(dict.fromkeys(new_blocks, request))
             return {self._in_flight[b] for b in unseen.tolist() if b in self._in_flight}
@@ -204,15 +206,17 @@ def blocks_of(begins: NDArray[np.int64], ends: NDArray[np.int64], itemsize: int)
     """Return the sorted, unique numbers of the blocks that contain ranges of tokens, (num_ranges,)
     each, sorted and without overlap."""
     first, last = begins * itemsize // BLOCK_BYTES, -(-ends * itemsize // BLOCK_BYTES)
-    first[1:] = np.maximum(first[1:], last[:-1])  # a block of two ranges counts with the first
+    # if two ranges share a block, count it for the first
+    first[1:] = np.maximum(first[1:], last[:-1])
     counts = last - first
     before = np.cumsum(counts) - counts
     return np.repeat(first - before, counts) + np.arange(counts.sum())
 
 
 def read_consistently(wanted: list[tuple[RemoteTokens, Blocks]], read: Callable[[], T]) -> T:
-    """Call ``read`` while blocks of .bin files are in memory; return its result. Raises
-    TimeoutError: no progress for a long time (``Patience``); and as ``RemoteObject.read``."""
+    """Wait until all blocks in ``wanted`` are in memory, call ``read``, and return its result.
+    Raises TimeoutError: no progress for a long time (``Patience``); other errors:
+    ``RemoteObject.read``."""
     for tokens, blocks in wanted:
         tokens.pin(blocks)
     try:
@@ -244,10 +248,10 @@ class RemotePair:
 
 
 def open_remote_pair(prefix: str) -> RemotePair:
-    """Return the current objects of a dataset, all of one writer.
+    """Return the current objects of a dataset, all from one upload.
 
-    A writer removes the old .idx first and writes the new one last (``upload_dataset``). So if the
-    .idx did not change while the other objects were found, all belong together. Raises
+    An upload removes the old .idx first and writes the new one last (``upload_dataset``). So if the
+    .idx does not change while the other objects are looked up, all objects belong together. Raises
     FileNotFoundError: .idx or .bin does not exist; FormatError: an object was replaced meanwhile,
     or is damaged; others: see ``RemoteObject.read``.
     """
@@ -273,7 +277,8 @@ def open_remote_pair(prefix: str) -> RemotePair:
         check = _has_checksum(digests.get(".meta.json"))
         cache.fetch(meta, path_of(local_prefix, ".meta.json"), check)
     if not path_of(local_prefix, ".idx").exists():
-        # Use the most reliable checksum; without a meta file none is known.
+        # Take the checksum of .idx from the .checksums file, else from the meta file, else check
+        # none.
         recorded = None if checksums is not None else read_meta(local_prefix)
         expected = digests.get(".idx") if recorded is None else recorded["idx"]["xxh3_128"]
         cache.fetch(index, path_of(local_prefix, ".idx"), _has_checksum(expected))

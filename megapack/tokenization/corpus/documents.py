@@ -123,7 +123,8 @@ class TextBlock:
     def of_texts(
         texts: Iterable[str | bytes], locate: Callable[[int], Place] | None = None
     ) -> TextBlock:
-        """Return a block of texts. ``locate`` receives an index; the default names no file."""
+        """Return a block of texts. ``locate`` maps an index to a Place; by default ``text
+        <index>``."""
         data = [text.encode("utf-8") if isinstance(text, str) else text for text in texts]
         flat = np.frombuffer(b"".join(data), np.uint8)
         offsets = offsets_of([len(item) for item in data])
@@ -142,7 +143,8 @@ class TextBlock:
         return [str(data[a:b], "utf-8") for a, b in itertools.pairwise(bounds)]
 
     def select(self, keep: NDArray[np.bool_]) -> TextBlock:
-        """Return the documents where ``keep`` is true; copies text only if some is dropped."""
+        """Return the documents where ``keep`` is true; copy the text only if a document is
+        dropped."""
         if keep.all():
             return self
         lengths = np.diff(self.offsets)

@@ -1,4 +1,5 @@
-"""Names from the user -> the files of a corpus, in an order that depends on the names only.
+"""Paths and patterns from the user -> the files of a corpus, in an order that depends on names
+only.
 
 - InputFile, Piece: a file with its size and time when the build was planned; a part of it
 - find_inputs: files, globs and folders -> input files; reports files that it does not take
@@ -259,7 +260,7 @@ def _paths(inputs: Sequence[str], suffixes: Sequence[str], aside: _Aside) -> Ite
             folders = [match for match in matches if Path(match).is_dir()]
             paths = sorted(set(matches).difference(folders))
             if not paths:
-                only = f", but {counted(len(folders), 'folder')}; name them" if folders else ""
+                only = f", only {counted(len(folders), 'folder')}; name them" if folders else ""
                 raise ConfigError(f"no file matches {name!r}{only}")
             aside[_FOLDERS] += [] if "**" in name else folders
         yield from paths

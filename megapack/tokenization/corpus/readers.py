@@ -66,8 +66,9 @@ def default_shard_bytes(files: Sequence[InputFile]) -> int:
 def plan_shards(files: Sequence[InputFile], *, shard_bytes: int, json_key: str) -> list[Shard]:
     """Divide ``files``, in order, into shards of about ``shard_bytes``.
 
-    Plain JSON Lines are cut at any byte (readers move to the next line), parquet between row
-    groups, Arrow between record batches. Other files are not cut, so a shard may be larger.
+    Plain JSON Lines files are cut at any byte (readers skip to the next line), parquet files
+    between row groups, Arrow files between record batches. Other files are not cut, so a shard may
+    be larger than ``shard_bytes``.
 
     Raises:
         ConfigError: ``shard_bytes`` is not positive.
@@ -304,8 +305,8 @@ def line_blocks(
 ) -> Iterator[tuple[int, bytes]]:
     """Yield blocks ``(position, data)`` of whole lines; ``position`` is that of data's first byte.
 
-    Yields the lines that start in bytes ``[begin, end)``: each line of a file belongs to one of
-    consecutive ranges. A byte order mark at the start of the file is dropped.
+    Yields the lines that start in bytes ``[begin, end)``, so consecutive ranges of a file yield
+    each line once. A byte order mark at the start of the file is dropped.
 
     Args:
         stream: seekable if ``begin`` is above 0.

@@ -61,7 +61,8 @@ from megapack.units import size
 
 
 class ShardRecord(NamedTuple):
-    """Record of a finished shard. It is written last: if it exists, the shard was complete."""
+    """Record of a finished shard. It is written after the shard's datasets, so a shard with a
+    record is complete."""
 
     counted: Counted
     faults: Faults
@@ -166,7 +167,7 @@ class Workspace:
 
     def finished(self) -> Totals | None:
         """Return the totals if this build is complete, None if it has to run. Raises ConfigError:
-        other files have the output's names, or the names cannot be used.
+        an output name belongs to another dataset, or cannot be written.
         """
         if not self.root.parent.is_dir():
             return None
@@ -297,7 +298,9 @@ class Workspace:
         self._remove()
 
     def found(self) -> None:
-        """Remove shards of a complete build: a run may have been killed before it did."""
+        """Remove shards of a complete build, which a run leaves if it is killed after the last
+        output.
+        """
         if is_own_folder(self.root):
             # If another process holds the lock, that process removes the shards.
             with contextlib.suppress(LockedError), WriterLock(self.root, what="tokenize"):

@@ -49,9 +49,9 @@ class Rendered(NamedTuple):
 class ChatTemplate:
     """A compiled template.
 
-    ``variables`` are the names that it reads from outside; ``marks_answers``: it has ``{%
-    generation %}`` blocks. Raises ConfigError if the template cannot be compiled. ``name`` is its
-    name in messages.
+    ``name`` is the template's name in messages. ``variables`` are the names that ``render`` has to
+    pass to it; ``marks_answers`` is True if it has ``{% generation %}`` blocks. Raises ConfigError
+    if the template cannot be compiled.
     """
 
     def __init__(self, source: str, name: str) -> None:

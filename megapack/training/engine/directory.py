@@ -153,7 +153,8 @@ class RunDirectory:
             json.dump({"time": time.time(), "reason": reason, **where, **self.at, **facts}, file)
 
     def copy_logs(self, trunk: Path) -> None:
-        """Copy the logs of the run that this one branches from, unless it has logs already."""
+        """Copy the logs of ``trunk``, the run that this run branches from. Logs that this run
+        already has are not replaced."""
         for path in (self.log, self.evaluation):
             if (trunk / path.name).exists() and not path.exists():
                 with (trunk / path.name).open("rb") as source, atomic_write(path) as target:
@@ -208,7 +209,8 @@ class FileFacts:
     xxh3: str
 
     def problem(self, path: Path, verify: Verify, progress: Callable[[], object]) -> str | None:
-        """Return how the file at ``path`` differs, as half a sentence; None: it does not.
+        """Return how the file at ``path`` differs, as a predicate ("is missing"); None if it is
+        equal.
 
         ``size`` does not detect other bytes of the same length, such as two swapped files;
         ``checksum`` reads the file and calls ``progress`` for every part.
@@ -337,8 +339,8 @@ def read_jsonl(path: str | Path, damaged: list[int] | None = None) -> Iterator[d
 
 
 def is_lost(line: Mapping[str, Any]) -> bool:
-    """Return True if the loss of a line of ``log.jsonl`` is NaN or infinite. A step without labels
-    has no loss either, but its gradient norm is 0."""
+    """Return True if the step of a line of ``log.jsonl`` had a NaN or infinite loss, stored as
+    null. A step without labels has loss null, too, but its gradient norm is 0."""
     return line.get("loss") is None and line.get("grad_norm") != 0
 
 

@@ -125,9 +125,9 @@ def _new_configuration(config: ModelConfig, vocab_size: int) -> Any:
 def _keys(config: ModelConfig) -> dict[str, Any]:
     """Return the keys of a preset or of ``model.config``, without those about a file.
 
-    ``_check_names_and_values`` accepts an unknown option that is off (``attention_bias: false``).
-    A file of transformers contains all fields; its dropouts and special tokens belong to another
-    training, and are dropped.
+    Unknown options that are off (``attention_bias: false``) stay; ``_check_names_and_values``
+    accepts them. A config.json contains all fields; its dropouts and special tokens are those of
+    the original training, so this function drops them.
     """
     from transformers import PreTrainedConfig  # noqa: PLC0415
 
@@ -193,7 +193,9 @@ def _remove_dropout(configuration: Any, given: Collection[str] = ()) -> None:
 
 
 def _check_decoder(configuration: Any) -> None:
-    """Check for a text decoder with attention of equal size in all layers. Raises ConfigError."""
+    """Raise ConfigError unless the model is a text decoder with equal attention sizes in all
+    layers.
+    """
     names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim")
     kind = f"model: architecture {configuration.model_type!r}"
     try:

@@ -61,7 +61,8 @@ class Heartbeat:
             0.0,
         )  # progress of all ranks, and its time
         self._lost: str | None = None
-        # A separate store, because a wait in that of torch.distributed would block its users.
+        # Use a separate store: waiting in the store of torch.distributed would block its other
+        # users.
         first_store = self._open_store(0) if world.is_first else None  # at any free port
         port = world.gather(0 if first_store is None else first_store.port)[0]
         self._store = self._open_store(port) if first_store is None else first_store

@@ -256,7 +256,7 @@ def test_finished_build_is_found_by_contents(
 def test_other_dataset_is_not_replaced(tmp_path: Path, corpus: Path, run_build: Build) -> None:
     for suffix in ("bin", "idx"):
         (tmp_path / f"out.{suffix}").write_bytes(b"somebody's")
-    with pytest.raises(ConfigError, match=r"out\.bin is there already: .*--overwrite"):
+    with pytest.raises(ConfigError, match=r"out\.bin exists already: .*--overwrite"):
         run_build(corpus)
     run_build(corpus, overwrite=True)
     assert len(IndexedDataset(tmp_path / "out"))

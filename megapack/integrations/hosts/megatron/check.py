@@ -1,4 +1,4 @@
-"""Check of a Megatron-LM run without GPUs: print what every rank would read.
+"""Check of a Megatron-LM run without GPUs: print the micro batches that every rank would read.
 
     python -m megapack.integrations.hosts.megatron check --ranks 4x2x1x1 --ranks 8x2x1x1 \\
         pretrain_gpt.py <the script's own flags>
@@ -8,7 +8,7 @@ without torchrun, once for every rank that reads data: all data-parallel ranks, 
 stages and context-parallel ranks of the first one. Instead of training it draws the micro batches
 of the first steps and prints for each: capacity of its bucket, rows, documents and parts of
 documents (segments), max_seqlen, tokens with a label, share of padding, and whether all ranks are
-in one bucket. It also names flags that a run would refuse.
+in one bucket. It also reports flags that megapack would refuse in the run.
 
 Exit status: 0 all ranks agree; 1 invalid data, or ranks disagree; 2 invalid flags or manifest.
 """
@@ -94,7 +94,7 @@ class RankReport:
     num_rows: dict[str, int] = field(default_factory=dict)
     drawn: list[Drawn] = field(default_factory=list)
     documents: list[str] = field(default_factory=list)
-    """The first ones, as text if the run's tokenizer decodes them."""
+    """The first documents, as text if the run's tokenizer decodes them, else as ids."""
 
 
 def draw_rank(
@@ -109,8 +109,8 @@ def draw_rank(
     """Run the script as this rank until it would train, and draw the first steps. A process can
     call it once: Megatron never releases its arguments and groups.
 
-    Raises ConfigError for flags, a manifest or sizes that exclude each other, MegapackError or
-    OSError for data that cannot be read, and SystemExit like the script's parser.
+    Raises ConfigError for flags, a manifest or sizes that contradict each other, MegapackError or
+    OSError for data that cannot be read, and SystemExit if the script's parser refuses a flag.
     """
     report = RankReport()
 
@@ -163,7 +163,8 @@ def _dataset_provider(arguments: tuple[Any, ...], named: dict[str, Any]) -> Call
 
 
 def _script_arguments(named: dict[str, Any]) -> Any:
-    """Return the arguments of the script; up to 0.17 pretrain() has to parse them."""
+    """Return the arguments of the script; parse them if the script has not (Megatron up to
+    0.17)."""
     variables = importlib.import_module("megatron.training.global_vars")
     if variables._GLOBAL_ARGS is None:
         parser = importlib.import_module("megatron.training.arguments")
@@ -189,7 +190,7 @@ def _initialize_parallel(world: RankLayout, place: RankPlace, args: Any) -> None
         context=state.get_context_parallel_rank(),
     )
     if actual != place or state.get_tensor_model_parallel_rank():
-        raise ConfigError(f"{HOST} puts the rank at {actual}, and megapack expected {place}")
+        raise ConfigError(f"{HOST} places the rank at {actual}, but megapack expected {place}")
 
 
 def _draw(provider: Callable[..., Any], args: Any, steps: int, report: RankReport) -> None:
@@ -295,9 +296,9 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="DPxTPxPPxCP",
-        help="a layout: data-, tensor-, pipeline- and context-parallel size; omitted sizes are 1; "
-        "repeat it for several layouts (default: two data-parallel ranks, other sizes from the "
-        "script's flags, which --ranks overrides)",
+        help="a layout: data-, tensor-, pipeline- and context-parallel size, which override the "
+        "script's flags; omitted sizes are 1; repeat --ranks for several layouts (default: two "
+        "data-parallel ranks, and the other sizes from the script's flags)",
     )
     choices = ("auto", "yes", "no")
     add("--steps", type=int, default=10, help="iterations to draw (default %(default)s)")
@@ -351,7 +352,7 @@ def _check(world: RankLayout, args: argparse.Namespace) -> int:
 
 
 def _one_rank(job: tuple[RankLayout, RankPlace, argparse.Namespace]) -> RankReport | Failure:
-    """Draw in a separate process; collect Megatron's output for the case that it fails."""
+    """Draw in this process of the pool; collect Megatron's output, to report it after an error."""
     world, place, args = job
     with tempfile.TemporaryFile("w+") as output:
         os.dup2(output.fileno(), 1)

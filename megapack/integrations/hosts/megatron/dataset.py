@@ -3,8 +3,9 @@
 ``PackedGPTDataset`` replaces GPTDataset: same constructor, same batch keys, plus cu_seqlens and
 max_seqlen for Megatron's packed-sequence path. megatron-core's own builder builds it.
 
-For several paths Megatron's BlendedDataset interleaves single samples, which would put different
-buckets on different ranks. ``PackedDatasetBuilder`` turns the list into one manifest, whose blend
+For several paths Megatron's BlendedDataset interleaves single samples, so in one micro step ranks
+would have rows of different buckets. ``PackedDatasetBuilder`` turns the list into one manifest,
+whose blend
 keeps every block of rows in one bucket.
 """
 
@@ -61,7 +62,7 @@ class PackedGPTDataset(GatheredRows, MegatronDataset):  # type: ignore[misc]  # 
         dataset: ``build_low_level_dataset(dataset_path, config)``; the path is a prefix, a manifest
             file or JSON (``megapack.integrations.rows.open_rows``).
         indices: the split, consecutive units of ``SPLIT_UNITS``; None: all of it.
-        num_samples: number of rows; None: one epoch, and for validation and test
+        num_samples: number of rows. None: in training one epoch; in validation and test
             (``--full-validation``) every document once, then rows without loss.
     """
 
@@ -115,7 +116,7 @@ class PackedGPTDataset(GatheredRows, MegatronDataset):  # type: ignore[misc]  # 
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: Any) -> PackedSources:
-        """Open the sources; every building rank calls it before any barrier."""
+        """Open the sources. Megatron calls this on every rank that builds, before any barrier."""
         del config
         return PackedSources(dataset_path)
 
@@ -158,7 +159,7 @@ def row_options(
     manifest: Manifest, config: Any, sizes: BatchSizes | None, *, finite: bool = False
 ) -> RowOptions:
     """Return row options from Megatron's configuration and the batch sizes of a split."""
-    # Small blocks for a finite set: its last block may have empty rows.
+    # Use small blocks for a finite set, because empty rows fill its last block.
     micro_step = sizes.rows_per_micro_step if finite and sizes is not None else None
     return RowOptions(
         sequence_length=config.sequence_length,
@@ -211,7 +212,7 @@ def _cu_seqlens_format(manifest: Manifest, sizes: BatchSizes | None) -> Any:
 
 
 def _refuse_outer_blend(config: Any, index_split: Split) -> None:
-    """Refuse a BlendedDataset on top, which would interleave rows of different buckets."""
+    """Raise ConfigError if Megatron would blend data paths, which mixes buckets in a micro step."""
     blend = config.blend
     if config.blend_per_split is not None:
         several_sets = bool(getattr(config, "multiple_validation_sets", False))
@@ -220,8 +221,9 @@ def _refuse_outer_blend(config: Any, index_split: Split) -> None:
             return
     if blend is not None and len(blend[0]) > 1:
         raise ConfigError(
-            f"{len(blend[0])} data paths blended by Megatron would put different buckets on "
-            "different ranks; put the sources and their weights into one manifest, or build with "
+            f"Megatron's blend of {len(blend[0])} data paths would give ranks rows of different "
+            "buckets in a micro step. "
+            "Put the sources and their weights into one manifest, or build with "
             "megapack.integrations.hosts.megatron.PackedDatasetBuilder (install() does)"
         )
 
@@ -251,7 +253,7 @@ class PackedDatasetBuilder(BlendedMegatronDatasetBuilder):  # type: ignore[misc]
                 loader = getattr(config, "dataloader_type", None) or "single"
                 if loader != "single":
                     raise ConfigError(
-                        f"dataset.dataloader_type is {loader}; rows are ordered already: 'single'"
+                        f"dataset.dataloader_type is {loader}: rows are ordered; set 'single'"
                     )
                 # Otherwise Bridge's middle pipeline stages read no boundaries.
                 config.enable_in_batch_packing = True
@@ -276,11 +278,11 @@ def _check_flags(args: Any | None, *, boundaries: bool) -> None:
 
 def _wrong_flags(args: Any, *, boundaries: bool) -> Iterator[str]:
     loader = {
-        "cyclic": "would shuffle buckets over ranks; rows are ordered already",
-        "external": "needs iterators of the script, and rows are a dataset",
+        "cyclic": "would mix buckets in a micro step; rows are ordered already",
+        "external": "needs iterators of the script, but megapack provides a dataset",
     }.get(getattr(args, "dataloader_type", None) or "")
     if loader is not None:
-        yield f"--dataloader-type {args.dataloader_type} {loader}: --dataloader-type single"
+        yield f"--dataloader-type {args.dataloader_type} {loader}: set --dataloader-type single"
     if getattr(args, "hybrid_context_parallel", False):
         yield (
             "--hybrid-context-parallel assigns every document of a global batch to a number of "

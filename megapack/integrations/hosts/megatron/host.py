@@ -43,7 +43,7 @@ class BatchSizes:
     micro_batch_size: int  # rows of one rank
     rows_per_micro_step: int  # rows of all ranks: micro_batch_size x data_parallel_size
     shared: int | None
-    """Largest common divisor of all global batch sizes of the run; None: unknown calculator."""
+    """Greatest common divisor of all global batch sizes of the run; None: unknown calculator."""
 
 
 def batch_sizes(*, evaluation: bool = False) -> BatchSizes | None:
