@@ -438,7 +438,9 @@ def _findings(
     error = abs(float(ours.detach()) - float(theirs.detach())) / count
     own = "the architecture's own training loss, model(labels=...).loss"
     if not error <= tolerance:
-        what = f"the loss of a row is not {own}: megapack does not compute a part of it"
+        what = (
+            f"the loss of a row lacks a part that megapack does not compute; it differs from {own}"
+        )
         yield _Finding(what=what, difference=error, unit="per label")
     what = f"gradients of a row are not those of {own}"
     yield _compare_gradients(_gradients(model, ours), _gradients(model, theirs), what, tolerance)

@@ -143,7 +143,10 @@ def test_incomplete_loss_is_refused(name: str, fields: dict[str, Any], of_class:
             return build(configuration, implementation)
         return of_class._from_config(configuration, attn_implementation=implementation)
 
-    with pytest.raises(ConfigError, match=rf"'{name}'.*own training loss.*a part is not computed"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"'{name}'.*lacks a part that megapack does not compute.*own training loss",
+    ):
         check(name, build=build_of_class, loss=cross_entropy, **fields)
     check(name, build=build_of_class, **fields)  # a trainer that takes the architecture's own
 

@@ -147,7 +147,10 @@ def test_a_new_largest_bucket_comes_first() -> None:
         ([Stage(from_step=5, order="sequential")], "cannot be both sequential and shuffled"),
         ([Stage(from_tokens=500, tokens_per_step=90)], "from step 6: a draw of 90 tokens cannot"),
         ([Stage(from_step=5, mix="micro_step")], "step 5: mix='micro_step' and micro_step_tokens"),
-        ([Stage(from_step=2, loss_weights={"x": 1})], "step 2 gives a loss weight to 'x'; sources"),
+        (
+            [Stage(from_step=2, loss_weights={"x": 1})],
+            "step 2 gives a loss weight to 'x', an unknown or ambiguous source; sources",
+        ),
         (
             [Stage(from_step=2, loss_weights={"s0": 0})],
             "step 2: loss weight of 's0' is 0.0; it must",

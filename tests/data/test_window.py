@@ -260,7 +260,7 @@ def test_a_ramp_to_the_present_weights_changes_nothing() -> None:
         ({"ramp": {}}, "ends at until_step or at until_tokens"),
         ({"ramp": {"until_step": 9, "pieces": 0}}, "ramp: pieces is 0; it must be above 0"),
         ({"weights": None, "ramp": {"until_step": 20}}, "has a ramp and no weights"),
-        ({"order": "grow-p2", "ramp": {"until_step": 20}}, "order grow-p2, which would begin anew"),
+        ({"order": "grow-p2", "ramp": {"until_step": 20}}, "order grow-p2, which would restart"),
     ],
 )
 def test_invalid_ramps_are_refused(change: dict[str, Any], message: str) -> None:

@@ -162,7 +162,9 @@ def test_other_options_are_refused(tmp_path: Path, prefixes: list[str]) -> None:
         ConfigError, match="packed with other values of seed: give the same options"
     ):
         packed(manifest, prefixes, options={"seed": 4})
-    with pytest.raises(ConfigError, match="another parameters and buckets and bucket_capacity"):
+    with pytest.raises(
+        ConfigError, match="other values of parameters and buckets and bucket_capacity"
+    ):
         packed(manifest, prefixes, options={"buckets": [16], "alignment": 4})
     manifest.unlink()  # a run stopped before it wrote the manifest, then other options
     with pytest.raises(ConfigError, match=r"part0-.* exists already: it was packed with another"):

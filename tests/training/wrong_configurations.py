@@ -193,7 +193,8 @@ verbos | engine.deepspeed.comms_logger.verbos=true
 profile_stp | engine.deepspeed.flops_profiler.profile_stp=1
 tag_validation | engine.deepspeed.checkpoint.tag_validation=Wran
 communication_data_type | engine.deepspeed.communication_data_type=x
-AMP | engine.deepspeed.amp.enabled=true
+amp is set by engine.precision | engine.deepspeed.amp.enabled=true
+curriculum_learning is set by data.order | engine.deepspeed.curriculum_learning.enabled=true
 model | model.preset=null model.pretrained=./nowhere
 nowhere | model.preset=null model.config=./nowhere
 'qwen3' | model.preset=null model.config.model_type=qwen33

@@ -269,7 +269,7 @@ REFUSED: list[tuple[str, dict[str, Any], type, str]] = [  # template, options, e
         DataError,
         r"ts\.jsonl:1: .* failed \(line 1 of .*so",
     ),
-    ("ok\n{% if %}", {}, ConfigError, "line 2 of the chat template of .* is broken: "),
+    ("ok\n{% if %}", {}, ConfigError, "line 2 of the chat template of .* cannot be compiled: "),
     (
         "{{ strftime_now('%d') }}",
         {},
@@ -453,7 +453,7 @@ FAILING = {
     "{{ lipsum() }}": "random and lipsum give different text",
     "{{ 1 / 0 }}": "ZeroDivisionError: division by zero",
     "{{ [] + '' }}": "TypeError: can only concatenate list",
-    "{% set x %}a{% generation %}b{% endgeneration %}{% endset %}{{ x }}": "written at once",
+    "{% set x %}a{% generation %}b{% endgeneration %}{% endset %}{{ x }}": "move it out",
 }
 
 
@@ -465,7 +465,7 @@ def test_error_of_a_template_names_its_line(template: str, monkeypatch: pytest.M
         compiled.render(messages=CHAT)
     assert "the chat template of t" in str(raised.value)
     assert FAILING[template] in str(raised.value)
-    if "writ" not in FAILING[template]:
+    if FAILING[template] != "move it out" and "writ" not in FAILING[template]:
         assert str(raised.value).startswith("line 3 of ")
 
 
