@@ -25,10 +25,10 @@ from megapack.storage.index_file import path_of, pick_dtype, prefix_of
 from megapack.storage.index_writer import DatasetContent, check_prefix, publish_dataset
 from megapack.storage.locks import WriterLock
 from megapack.storage.metadata import (
-    PROMISES,
     TokenFacts,
     check_metadata,
     common_metadata,
+    differing_tokens,
     joined_range,
     read_meta,
 )
@@ -204,17 +204,12 @@ def _check_tokenizers(inputs: list[InputDataset]) -> None:
 
 def _check_document_tokens(inputs: list[InputDataset]) -> None:
     """Raise DataError if the meta files name different begin or end tokens of documents."""
-    described = [dataset for dataset in inputs if dataset.meta is not None]
-    for fact, where in zip(PROMISES, ("begin", "end"), strict=True):
-        tokens = [(dataset.meta or {}).get(fact) for dataset in described]
-        for dataset, token in zip(described, tokens, strict=True):
-            if token != tokens[0]:
-                first, second = ("no token" if t is None else t for t in (tokens[0], token))
-                raise DataError(
-                    f"documents of {described[0].prefix} {where} with {first}, those of "
-                    f"{dataset.prefix} with {second}. Build one of them again (--prepend-bos, "
-                    "--append-eod), or pass allow_mixed_tokenizers=True (--allow-mixed-tokenizers)"
-                )
+    difference = differing_tokens({dataset.prefix: dataset.meta for dataset in inputs})
+    if difference is not None:
+        raise DataError(
+            f"{difference}. Build one of them again (--prepend-bos, --append-eod), or pass "
+            "allow_mixed_tokenizers=True (--allow-mixed-tokenizers)"
+        )
 
 
 def _check_kinds(inputs: list[InputDataset], dtype: np.dtype[Any]) -> None:

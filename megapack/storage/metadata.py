@@ -130,6 +130,24 @@ def read_meta(prefix: str | os.PathLike[str]) -> dict[str, Any] | None:
     return content
 
 
+def differing_tokens(metas: Mapping[str, Mapping[str, Any] | None]) -> str | None:
+    """Return a sentence if documents of datasets begin or end with different tokens.
+
+    Args:
+        metas: prefix -> content of the meta file; datasets without one are not compared.
+    """
+    described = {prefix: meta for prefix, meta in metas.items() if meta is not None}
+    for fact, where in zip(PROMISES, ("begin", "end"), strict=True):
+        tokens: dict[Any, str] = {}  # token -> first dataset that has it
+        for prefix, meta in described.items():
+            tokens.setdefault(meta.get(fact), prefix)
+        if len(tokens) > 1:
+            (first, a), (second, b) = [*tokens.items()][:2]
+            named = ["no token" if token is None else token for token in (first, second)]
+            return f"documents of {a} {where} with {named[0]}, those of {b} with {named[1]}"
+    return None
+
+
 def matching_meta(
     prefix: str | os.PathLike[str], dtype: str, header: IndexHeader, num_tokens: int
 ) -> dict[str, Any] | None:

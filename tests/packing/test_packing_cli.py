@@ -19,7 +19,7 @@ from megapack.cli.main import main
 from megapack.errors import ConfigError, DataError
 from megapack.packing import STRATEGIES, SampleIndex, pack
 from megapack.packing.sharded import load_shards
-from megapack.storage import IndexedDataset
+from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 
 LENGTHS = np.random.default_rng(0).integers(0, 90, 300)
 
@@ -161,6 +161,20 @@ def test_many_datasets_become_one_source(tmp_path: Path) -> None:
         ([tmp_path / "x*", "--output", manifest], "matches no file"),
     ):
         assert message in printed("pack", *given, "--buckets", "32", status=2)
+
+
+@pytest.mark.parametrize("where", ["begin", "end"])
+def test_datasets_of_one_source_with_different_tokens_are_noted(tmp_path: Path, where: str) -> None:
+    for name, token in (("a", 5), ("b", 6), ("c", 5)):
+        metadata = {f"document_{where}_token": token}
+        with IndexedDatasetBuilder(tmp_path / name, metadata=metadata) as builder:
+            builder.add_document([token, 9, token])
+    command = ("--buckets", 32, "--output", tmp_path / "web.shards.json")
+    alike = run(tmp_path / "a", tmp_path / "c", *command)
+    assert alike.returncode == 0 and f" {where} with " not in alike.stderr
+    differing = run(tmp_path / "a", tmp_path / "b", *command, "--overwrite")
+    expected = f"documents of {tmp_path}/a {where} with 5, those of {tmp_path}/b with 6: build them"
+    assert differing.returncode == 0 and expected in differing.stderr, differing.stderr
 
 
 # ---- Errors for wrong arguments of pack()
