@@ -1,8 +1,8 @@
-"""Rules by which a run edits its own program: skip after a spike, new weights of the sources.
+"""Rules by which a run edits its own program: skip a loss spike, change the source weights.
 
 A decision is a stage of the run's program (``megapack.data.program``), appended to
-``decisions.json`` (``megapack.data.run.Decision``) before it takes effect. It is made once:
-training, a resumed run and ``trace`` read it from there.
+``decisions.json`` (``megapack.data.run.Decision``) before it takes effect. Each is made
+only once: a resumed run and ``trace`` read it from that file.
 
 - ``SpikeWatch`` checks losses and gradient norms step by step; a ``Spike`` is a range of steps
 - ``skip`` returns the decision after a spike
@@ -33,14 +33,14 @@ from megapack.training.config import AutopilotConfig, MixingConfig
 from megapack.training.engine.directory import is_lost
 from megapack.training.monitoring.monitor import mean_by_source
 
-Line = Mapping[str, Any]  # of log.jsonl
+Line = Mapping[str, Any]  # line of log.jsonl
 
 # ---- Spikes --------------------------------------------------------------------------------------
 
-FEWEST = 16  # values of a band before it can contain outliers
-HORIZON = 32  # windows of steps after which a band forgets a value, if its bucket is rarely drawn
+FEWEST = 16  # values that a band needs before it can detect outliers
+HORIZON = 32  # bands forget values older than this many windows (buckets that are rarely drawn)
 MAD = 1.4826  # standard deviation of a normal distribution / its median absolute deviation
-_LEAST = {"loss": 0.02, "grad_norm": 0.1}  # smallest relative deviation
+_LEAST = {"loss": 0.02, "grad_norm": 0.1}  # smallest spread of a band, relative to its median
 
 
 class Spike(NamedTuple):
@@ -55,7 +55,7 @@ class Spike(NamedTuple):
 
 
 class SpikeFound(Exception):  # noqa: N818 - ``Trainer`` handles it, it is not reported
-    """Raised on all ranks."""
+    """Raised on all ranks when a spike is confirmed."""
 
     def __init__(self, spike: Spike) -> None:
         super().__init__(spike.reason)
@@ -80,8 +80,8 @@ class SpikeWatch:
     def look(self, line: Line, mixture: str) -> Spike | None:
         """Check the line of the next step; return a confirmed spike or None.
 
-        ``mixture`` identifies what the step draws from. When it changes, the levels of losses and
-        gradients change, and their bands start anew; those of sources stay.
+        ``mixture`` identifies the mixture of the step. When it changes, the levels of losses and
+        gradients change, so all bands are reset, except those of single sources.
         """
         if mixture != self._mixture:
             kept = {name: band for name, band in self._bands.items() if name.startswith("source")}
@@ -103,7 +103,7 @@ class SpikeWatch:
         while history and history[0][0] < step - HORIZON * self.config.window:
             history.popleft()
         if len(history) < FEWEST:
-            if math.isfinite(value):  # a gradient that overflowed is not
+            if math.isfinite(value):  # the norm of an overflowed gradient is not
                 history.append((step, value))
             return None
         values = [old for _, old in history]
@@ -126,12 +126,12 @@ class SpikeWatch:
         return Spike(first, step, f"{reason} (out of its band since step {first})")
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint; JSON."""
+        """Return the state for a checkpoint, as JSON values."""
         bands = {name: list(map(list, band)) for name, band in self._bands.items()}
         return {"bands": bands, "out": dict(self._out), "mixture": self._mixture}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Load a state of ``state()``; an empty one starts anew."""
+        """Restore a result of ``state()``; an empty mapping resets the watch."""
         self._mixture = state.get("mixture", "")
         self._out = {signal: list(steps) for signal, steps in state.get("out", {}).items()}
         self._bands = {
@@ -155,18 +155,18 @@ def _signals(line: Line) -> Iterable[tuple[str, str, float]]:
 
 
 def _scale(band: str, middle: float) -> float:
-    # Logarithms are ratios already.
+    # Differences of logarithms are relative already.
     return 1.0 if band.startswith("gradients") else abs(middle)
 
 
 def skip(spike: Spike, config: AutopilotConfig, decisions: Decisions, done: int) -> Decision:
     """Return the decision that skips the samples of a spike's steps.
 
-    It skips the outliers and ``margin_steps`` on both sides, and twice as much as the last time if
-    the run meets the same range again. The result depends on the spike alone, so it does not matter
-    in which order a run checks its steps.
+    It skips the outliers and ``margin_steps`` on both sides; each earlier skip of about the same
+    range doubles the number of steps. The stage depends only on the spike and on earlier
+    decisions, not on when the run detects the spike.
 
-    Raises FloatingPointError: ``autopilot.max_rollbacks`` is used up.
+    Raises FloatingPointError if ``autopilot.max_rollbacks`` is used up.
     """
     count = decisions.number("autopilot")
     if count >= config.max_rollbacks:
@@ -194,15 +194,15 @@ def skip(spike: Spike, config: AutopilotConfig, decisions: Decisions, done: int)
 
 @dataclass(frozen=True, kw_only=True)
 class SourceReport:
-    """Input of a mixing rule: the steps since its last decision, by name of the source."""
+    """Input of a mixing rule: results since its last decision, by source name."""
 
     step: int
-    """Steps done."""
+    """Number of steps done."""
     num_steps: int
-    """Steps of the run."""
+    """Number of steps of the run."""
     losses: dict[str, float]
-    """Mean loss per label token, rounded to five digits so that another number of ranks gives the
-    same decision; sources without tokens are missing."""
+    """Mean loss per label token, rounded to five digits so that decisions do not depend on the
+    number of ranks; sources without tokens are missing."""
     label_tokens: dict[str, int]
     weights: dict[str, float]
     """Current shares of tokens; their sum is 1."""
@@ -214,11 +214,12 @@ Rule = Callable[..., tuple[Mapping[str, float], Mapping[str, Any]]]
 
 
 def odm(report: SourceReport, *, smoothing: float = 0.9) -> tuple[dict[str, float], dict[str, Any]]:
-    """Online data mixing (Albalak et al. 2023, arXiv 2312.02406): draw more of what has high loss.
+    """Online data mixing (Albalak et al. 2023, arXiv 2312.02406): draw sources with high loss more.
 
     A bandit (EXP3) whose arms are the sources. With K sources, at decision t, the reward of a
-    source is a moving average of its loss over its share, ``R <- a R + (1 - a) loss / share``, with
-    a = ``smoothing``. Its share becomes ``(1 - K e_t) softmax(e_{t-1} R) + e_t``, where
+    source is a moving average of its loss divided by its share,
+    ``R <- a R + (1 - a) loss / share``, with a = ``smoothing``. Its share becomes
+    ``(1 - K e_t) softmax(e_{t-1} R) + e_t``, where
     ``e_t = min(1 / K, sqrt(ln K / (K t)))`` is the smallest share. The paper pulls one arm per
     batch; this rule updates all sources that had tokens since the last decision.
     """
@@ -246,7 +247,7 @@ RULES: dict[str, Rule] = {"odm": odm}
 
 def find_rule(name: str) -> Rule:
     """Return a rule of ``RULES``, or the function that ``package.module:function`` names. Raises
-    ConfigError: the function does not exist."""
+    ConfigError if the function does not exist."""
     if name in RULES:
         return RULES[name]
     module, colon, function = name.partition(":")
@@ -263,8 +264,8 @@ def find_rule(name: str) -> Rule:
 
 
 def next_mixture(config: MixingConfig, report: SourceReport) -> Decision:
-    """Call the rule and check its result. Raises ConfigError: the rule fails, names unknown
-    sources, or returns invalid weights."""
+    """Call the rule and check its result. Raises ConfigError if the rule fails, names
+    unknown sources, or returns invalid weights."""
     assert config.rule is not None, "the configuration has no rule"
     where = f"mixing.rule {config.rule}"
     try:
@@ -300,7 +301,7 @@ def report_of(
     num_steps: int,
     step: int,
 ) -> SourceReport:
-    """Return a report from lines of log.jsonl; ``weights`` may be in any unit."""
+    """Return a report from lines of log.jsonl; ``weights`` need not sum to 1."""
     earlier = [
         old
         for old in (decisions.decisions if decisions else ())

@@ -3,8 +3,8 @@
 ``read_curve`` and ``standings`` compare runs, ``plot_curves`` and ``plot_contexts`` plot them
 (``megapack-build report`` makes a page of one run). As in the atom-size paper, A.6, the last epoch
 is divided into 100 ranges of 0.01 epoch; in each, every run has an average perplexity and a rank.
-Runs are ranked by their mean rank; the final perplexity is that of the last range. Epochs and not
-steps are compared, because padding changes the steps per epoch.
+Runs are ranked by their mean rank; the final perplexity is that of the last range. Runs are
+compared by epoch, not by step, because padding changes the number of steps per epoch.
 
     a = Curve(np.array([0.0, 0.5, 1.0]), np.array([10.0, 40.0]))  # two steps, one epoch
     b = Curve(np.array([0.0, 0.5, 1.0]), np.array([20.0, 30.0]))
@@ -35,7 +35,7 @@ class Curve:
     """Training perplexity of one run over epochs.
 
     Attributes:
-        epoch: (steps + 1,) begin of every step, then the end of the run.
+        epoch: (steps + 1,) epochs at the start of every step, then at the end of the run.
         perplexity: (steps,) perplexity of every step.
     """
 
@@ -43,7 +43,7 @@ class Curve:
     perplexity: Floats
 
     def average(self, begin: float, end: float) -> float:
-        """Return the mean perplexity of epochs ``[begin, end)``, weighted by steps inside."""
+        """Return the mean perplexity of epochs ``[begin, end)``, weighted by the overlap."""
         inside = np.minimum(self.epoch[1:], end) - np.maximum(self.epoch[:-1], begin)
         inside = np.maximum(inside, 0.0)
         if inside.sum() <= 0:
@@ -60,8 +60,8 @@ class Standing:
 
 
 def read_curve(run_dir: str | Path) -> Curve:
-    """Read the curve from ``log.jsonl`` of a run directory. Raises DataError: the log is empty.
-    Raises OSError: the log is missing."""
+    """Read the curve from ``log.jsonl`` of a run directory. Raises DataError if the
+    log is empty, OSError if it is missing."""
     path = RunDirectory(run_dir).log
     lines = [line for line in read_jsonl(path) if line["loss"] is not None]
     if not lines:
@@ -73,8 +73,8 @@ def read_curve(run_dir: str | Path) -> Curve:
 
 
 def compared(curves: Mapping[str, Curve]) -> tuple[float, float]:
-    """Return begin and end of the last epoch that all runs completed; if one is shorter than an
-    epoch, those of the part that all runs have."""
+    """Return the start and end of the last epoch that all runs completed; if a run is shorter than
+    an epoch, of the part that all runs have trained."""
     common = float(min(curve.epoch[-1] for curve in curves.values()))
     end = max(1, math.floor(common + 1e-9)) if common > 1 - 1e-9 else common
     return max(0.0, end - 1), end
@@ -82,7 +82,7 @@ def compared(curves: Mapping[str, Curve]) -> tuple[float, float]:
 
 def standings(curves: Mapping[str, Curve], num_ranges: int = 100) -> dict[str, Standing]:
     """Return final perplexity and mean rank of every run in the range of ``compared``. Raises
-    DataError: a run has no step in it."""
+    DataError if a run has no step in it."""
     edges = np.linspace(*compared(curves), num_ranges + 1)
     table = np.array(
         [[curve.average(a, b) for a, b in itertools.pairwise(edges)] for curve in curves.values()]

@@ -34,8 +34,8 @@ from megapack.training.monitoring.monitor import segment_lengths
 from megapack.training.start import check_directory, check_newest, check_start
 
 _ASSUMED_MFU = 0.4
-_FLOPS_STEPS = 64  # steps that the arithmetic is extrapolated from
-_BALANCE_STEPS = 24  # steps that the balance of ranks is measured in
+_FLOPS_STEPS = 64  # the FLOPs of the run are extrapolated from this many steps
+_BALANCE_STEPS = 24  # the load balance is computed for this many steps
 
 
 def dry_run(
@@ -51,9 +51,9 @@ def dry_run(
     """Return the plan of a run as text, without computing on a device.
 
     Args:
-        device: name of the accelerator for the estimate of time; None takes this machine's.
-        lengths: document lengths (``read_lengths``) instead of the data; None opens the data.
-        buckets: buckets for these documents.
+        device: accelerator that the time is estimated for; None: that of this machine.
+        lengths: document lengths (``read_lengths``) instead of the data; None: open the data.
+        buckets: capacities that these documents are packed into.
         gpu_price: price of one device per hour.
         show_config: append the resolved configuration.
 
@@ -131,7 +131,7 @@ def _packed(schedule: Schedule) -> list[str]:
 
 
 def _balance(config: PretrainConfig, plan: PlannedRun, ranks: int, flops: ModelFlops) -> str:
-    """Return the predicted work of the busiest rank over the mean, from steps of the whole run."""
+    """Return the predicted work of the busiest rank over the mean, for steps of the whole run."""
     sampler = plan.sampler(0, ranks)
     linear = flops.linear_cost_tokens * config.data.micro_batch_tokens
     busiest = np.zeros(3)  # busiest rank of a step, busiest of every micro step, mean of ranks
@@ -191,7 +191,7 @@ def _stage(
 def _mix(stage: StageDraws, micro_steps: int, tokens: int) -> str:
     """Return a line about the buckets of a step, and about the other setting of ``mix``.
 
-    ``tokens`` are those of a micro step, over all ranks.
+    ``tokens``: tokens per micro step, over all ranks.
     """
     settings = stage.config
     if len(stage.buckets) == 1:
@@ -216,7 +216,7 @@ def _memory(config: PretrainConfig, model: Any, plan: PlannedRun, ranks: int) ->
     zero = deepspeed_configuration(config, ranks)["zero_optimization"]
     memory = estimate_memory(model, config, ranks, longest=plan.schedule.capacities[-1], zero=zero)
     lines = [f"{name:>22}: {size / 2**30:8.2f} GiB" for name, size in memory.parts.items()]
-    # Attention keeps memory in proportion to tokens, so the bucket does not matter.
+    # Attention needs memory in proportion to tokens, so the bucket does not matter.
     tokens = f"{config.data.micro_batch_tokens:,} tokens"
     title = f"memory per rank at its peak, estimated, the same in every bucket ({tokens})"
     lines.append(f"{'together':>22}: {memory.total / 2**30:8.2f} GiB")
@@ -227,8 +227,8 @@ def _memory(config: PretrainConfig, model: Any, plan: PlannedRun, ranks: int) ->
 
 
 def _flops_of_run(plan: PlannedRun, ranks: int, flops: ModelFlops) -> float:
-    """Return the operations of the run, extrapolated from steps of all its parts (windows grow, and
-    orders change). Padding counts like any token, also on idle ranks."""
+    """Return the FLOPs of the run, extrapolated from steps of all its parts, because windows grow
+    and orders change. Padding counts like any token, also on idle ranks."""
     schedule, sampler = plan.schedule, plan.sampler(0, ranks)
     number = np.arange(min(_FLOPS_STEPS, plan.num_steps))
     # One step of every part of the run, at irregular distances (buckets may alternate regularly).

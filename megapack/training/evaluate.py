@@ -7,8 +7,8 @@
     megapack-evaluate --model runs/a/model --lm-eval hellaswag,piqa --tokenizer tok
     megapack-evaluate --run bucket=runs/a --run concat=runs/b --output out
 
-Models are scored on held-out documents: every token once, given its own document. With --blend the
-documents are those of every source of the manifest (valid_prefix), by source and in all. Runs are
+Models are scored on held-out documents: every token once, within its document. --blend scores the
+held-out documents (valid_prefix) of the manifest's sources, by source and in total. Runs are
 compared by their logs: final perplexity and mean rank over the last epoch.
 """
 
@@ -106,9 +106,9 @@ def evaluate(args: argparse.Namespace) -> int:
 
 
 def check_model(directory: str, documents: HeldOut, contexts: Sequence[int]) -> None:
-    """Check, before loading, that a model has the token ids and positions of the documents.
+    """Raise ConfigError, before loading, if a model lacks token ids or positions of the documents.
 
-    Logs a warning if the model may not have been trained on as many positions. Raises ConfigError.
+    Logs a warning if the model may not have been trained on as many positions.
     """
     architecture = model_configuration(ModelConfig(pretrained=directory), 1)
     data, sources = documents
@@ -137,7 +137,7 @@ def check_model(directory: str, documents: HeldOut, contexts: Sequence[int]) -> 
 def score(
     directory: str, documents: HeldOut, args: argparse.Namespace, world: World
 ) -> dict[str, Any]:
-    """Return the perplexity of one model: in all, by bucket, and by context length."""
+    """Return the perplexity of one model: in total, by bucket, and by context length."""
     precision: Any = args.precision or ("bf16" if world.device.type == "cuda" else "fp32")
     config = ModelConfig(pretrained=directory, attention_backend=args.attention_backend)
     engine = EngineConfig(precision=precision)
@@ -209,8 +209,8 @@ def _task_manager(path: str | None) -> Any:
 
 def benchmarks(directory: str, args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Return task -> metric -> value of lm-evaluation-harness (extra ``lm-eval``), for the model as
-    transformers loads it, with its default attention. Raises ConfigError: the harness is not
-    installed, or a task or tokenizer is unknown."""
+    transformers loads it, with its default attention. Raises ConfigError if the harness is
+    not installed, or a task or tokenizer is unknown."""
     import torch  # noqa: PLC0415
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 

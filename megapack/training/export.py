@@ -57,7 +57,7 @@ def export_checkpoint(args: argparse.Namespace) -> int:
         )
     set_rank_environment(args.local_rank)
     with connect_ranks(timeout_minutes=config.engine.timeout_minutes) as world:
-        # Not among the checkpoints, where a run that continues removes incomplete ones.
+        # Do not write among the checkpoints: a training run removes incomplete ones there.
         output.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(world.on_first(lambda: mkdtemp(dir=output.parent, prefix=".export-")))
         try:
@@ -75,8 +75,8 @@ def export(
 ) -> str:
     """Load a checkpoint as a resumed run would, write its model, return the checkpoint's name.
 
-    Raises ConfigError: the run keeps no average. Raises ResumeError: the checkpoint does not exist,
-    or its model differs from the configuration's.
+    Raises ConfigError if the run keeps no average, ResumeError if the checkpoint does not exist or
+    its model differs from the configuration.
     """
     if args.average and config.optimizer.ema_decay is None:
         raise ConfigError(f"{config.run_dir} keeps no average of weights (optimizer.ema_decay)")
@@ -95,7 +95,7 @@ def export(
     if resume is None:
         known = ", ".join(str(step_of(tag)) for tag in store.tags())
         raise ResumeError(f"{checkpoints} has no such checkpoint (its steps: {known or 'none'})")
-    # Compare fields, because another rope_theta or hidden_act has the same shapes.
+    # Compare fields: a different rope_theta or hidden_act does not change the shapes.
     saved = resume.manifest.state.get("run")
     check_record({**(saved or {}), **fields}, saved, config.checkpoint.allow_change)
     engine = start_engine(model, config, world)

@@ -75,7 +75,7 @@ _EXPERTS: Keys = {
 }
 _GEMMA2: Keys = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 64}
 
-# Width, layers, heads, key heads and MLP width; of GPT-2 the first three.
+# Width, layers, heads, key heads and MLP width; GPT-2 has only the first three.
 PRESETS: dict[str, Keys] = {
     "llama_350m": _llama(1024, 16, 16, 8, 3584),
     "llama_1b": _llama(2048, 16, 32, 8, 8192),

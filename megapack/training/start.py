@@ -82,7 +82,7 @@ def start(config: PretrainConfig, num_ranks: int, profile: range | None) -> int:
                     return train(trainer, signals, tokenizer)
             except (MegapackError, OSError) as error:
                 leave(world, run, f"{type(error).__name__}: {error}", code=exit_code(error))
-            except Exception as error:  # exit, or the other ranks wait for this one
+            except Exception as error:  # exit: the other ranks would wait for this one
                 traceback.print_exc()
                 # Errors of collectives are RuntimeErrors, and so are errors of the device.
                 lost = heartbeat.explain() if isinstance(error, RuntimeError) else None
@@ -97,7 +97,7 @@ def check_start(
 ) -> tuple[Inputs, Any, Any]:
     """Open the inputs of a run and check that they fit together, without other ranks.
 
-    Returns its inputs, the transformers configuration of its model, and its tokenizer.
+    Returns the inputs, the transformers configuration of the model, and the tokenizer.
     """
     check_directory(config.checkpoint, run)
     inputs = open_inputs(config)
@@ -116,7 +116,7 @@ def check_start(
 
 def check_directory(section: CheckpointConfig, run: RunDirectory) -> None:
     """Check that the run may use or resume the checkpoints in its directory and its mirror. Raises
-    ConfigError, ResumeError: it may not. Raises OSError: the mirror cannot be read."""
+    ConfigError or ResumeError if it may not, OSError if the mirror cannot be read."""
     tags, never_resumes = tags_in(run.checkpoints), section.resume == "never"
     if never_resumes and tags:
         raise ConfigError(
@@ -137,7 +137,7 @@ def check_directory(section: CheckpointConfig, run: RunDirectory) -> None:
 
 
 def check_branch(origin: Path, mirror: str | None) -> None:
-    """Check that ``origin`` is a checkpoint, and that the mirror is not that of its run."""
+    """Check that ``origin`` is a checkpoint, and that its run does not use the same mirror."""
     for folder in (origin / "checkpoints", origin):
         if tags := tags_in(folder):
             raise ConfigError(
@@ -154,7 +154,7 @@ def check_branch(origin: Path, mirror: str | None) -> None:
 
 
 def check_mixing(config: PretrainConfig, inputs: Inputs) -> None:
-    """Check that the mixing rule exists and has sources to weigh. Raises ConfigError."""
+    """Raise ConfigError if the mixing rule does not exist or has too few sources to weight."""
     rule, names = config.mixing.rule, inputs.schedule.samples.names
     if rule is None:
         return
@@ -176,7 +176,7 @@ def prepare(
     tokenizer: Any,
     profile: range | None,
 ) -> Trainer:
-    """Build model, engine and trainer, at the step where the run begins; collective."""
+    """Build model, engine and trainer, at the step where the run starts or resumes; collective."""
     check_ranks(config, world)
     if config.data.verify:
         verify_samples(inputs, world)
@@ -193,7 +193,7 @@ def prepare(
         mirror=None if mirror is None else Mirror(mirror, world.progress),
     )
     resume, resume_store = find_checkpoint(config, world, run, store)
-    # Read again: this run now holds the lock of the directory.
+    # Read them again: only now does this run hold the lock of the directory.
     decisions = world.on_first(lambda: read_decisions(config.run_dir))
     inputs = with_decisions(config, inputs, decisions, resume)
     dtype = compute_dtype(config.engine)
@@ -241,7 +241,7 @@ def prepare(
         }
         run.begin(config, facts)
         if store.mirror is not None:
-            run.create_id()  # the mirror copies it as its owner
+            run.create_id()  # the mirror stores this id as its owner
         if inputs.decisions is not None:  # they may come from a checkpoint, without a file
             inputs.decisions.write(run.path)
         for problem in run.truncate_logs(inputs.schedule.tokens_before(start_step)):
@@ -282,14 +282,14 @@ def train(trainer: Trainer, signals: StopSignals, tokenizer: Any) -> int:
     return PREEMPTED if reason == "signal" else 0
 
 
-# Paths may differ between nodes. ``RankChecker`` compares what ranks draw from these files.
+# Paths may differ between nodes. ``RankChecker`` compares the samples drawn from them.
 _FILES = {"run_dir", "prefix", "index", "blend", "valid_prefix", "valid_index"}
 _FILES |= {"pretrained", "config", "tokenizer"}
 
 
 def check_ranks(config: PretrainConfig, world: World) -> None:
     """Check that all ranks have the first rank's configuration; collective. Raises
-    RankMismatchError: a rank has another one."""
+    RankMismatchError if a rank has a different one."""
     values: dict[str, Any] = {}
     for section, tree in to_dict(config).items():
         for key, value in (tree if isinstance(tree, dict) else {section: tree}).items():
@@ -312,9 +312,10 @@ def find_checkpoint(
     store: CheckpointStore,
     at_most: int | None = None,
 ) -> tuple[Resume | None, CheckpointStore]:
-    """Return the newest good checkpoint of the run, its mirror or its trunk, and its store.
+    """Return the newest good checkpoint of the run, else of its mirror, else of its trunk, and the
+    store that loads it.
 
-    With ``at_most``, for a rollback, skip checkpoints of more tokens.
+    A rollback sets ``at_most``: checkpoints of more tokens are skipped.
     """
     section, is_rollback, resume = config.checkpoint, at_most is not None, None
 
@@ -347,8 +348,8 @@ def find_checkpoint(
 def with_decisions(
     config: PretrainConfig, inputs: Inputs, decisions: Decisions | None, resume: Resume | None
 ) -> Inputs:
-    """Return the inputs under the run's decisions; without any, under those of the checkpoint
-    (for a branch, or if the run's disk was lost)."""
+    """Return the inputs with the run's decisions applied. If the run has none (a branch, or a run
+    whose disk was lost), apply those of the checkpoint."""
     tree = None if resume is None else resume.manifest.state.get("decisions")
     if decisions is None and tree is not None:
         decisions = from_dict(Decisions, tree, where="decisions of the checkpoint")
@@ -358,8 +359,8 @@ def with_decisions(
 def check_newest(
     config: PretrainConfig, run: RunDirectory, inputs: Inputs, architecture: Any, tokenizer: Any
 ) -> None:
-    """Check a dry run against the checkpoint that a real start would resume from, by its manifest
-    alone. Raises ResumeError."""
+    """Check a dry run against the checkpoint that a real start would resume from; reads only
+    its manifest. Raises ResumeError if the two do not fit."""
     tags, origin = tags_in(run.checkpoints), config.checkpoint.branch_from
     newest = run.checkpoints / tags[-1] if tags else origin and Path(origin)
     if newest and not config.checkpoint.fallback:
@@ -383,14 +384,14 @@ def find_start(
 
     Args:
         record: ``run_record`` of the run.
-        logs: log the differences (one rank does).
-        is_branch: the checkpoint belongs to another run.
+        logs: log the differences; True on one rank only.
+        is_branch: the checkpoint belongs to the run that this one branches from.
 
     Returns:
-        First step to take (0 without a checkpoint), and changes of the order of samples.
+        First step to train (0 without a checkpoint), and changes of the order of samples.
 
     Raises:
-        ResumeError: another run wrote the checkpoint, or the run is shorter than it.
+        ResumeError: the checkpoint was written with different settings, or is beyond the last step.
     """
     if resume is None:
         return 0, []

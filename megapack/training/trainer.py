@@ -44,7 +44,7 @@ from megapack.training.validation import validate_sources
 
 logger = logging.getLogger("megapack")
 
-PROBE_STEPS = 32  # the probe uses the micro batch with the shortest bucket of these steps
+PROBE_STEPS = 32  # the probe looks for the smallest bucket in this many steps
 
 
 class TimedBatches:
@@ -111,8 +111,8 @@ class BatchTrace:
 class Trainer:
     """State of the training loop, the same on all ranks.
 
-    ``find`` returns the newest good checkpoint of at most so many tokens, and its store; ``record``
-    is ``run_record`` of the run, for checkpoints.
+    ``find(tokens)`` returns the newest good checkpoint of at most that many tokens, and its store.
+    ``record`` is the result of ``run_record``, for checkpoints.
     """
 
     def __init__(
@@ -151,12 +151,12 @@ class Trainer:
         self.profiler = StepProfiler(run.profile, world, profile)
         self.to_probe = config.model.probe and config.engine.sequence_parallel_size == 1
         self.agreement = Agreement(world.group)
-        self.saved = self.begun = start  # last step with a complete checkpoint; with a begun one
+        self.saved = self.begun = start  # last step whose checkpoint is complete; is started
         self.batches = TimedBatches(())
         self.resume(inputs, start)
 
     def resume(self, inputs: Inputs, start: int) -> None:
-        """Continue at step ``start``; ``inputs`` may have another program from there on."""
+        """Continue at step ``start``; ``inputs`` may have a different program from there on."""
         self.batches.close()
         self.inputs = inputs
         num_steps = max(0, self.end - start)
@@ -188,7 +188,7 @@ class Trainer:
             self.monitor.close()
             self.finish_save()
             self.store.wait_for_mirror()
-        except FloatingPointError:  # raised on all ranks; a checkpoint begun before it is good
+        except FloatingPointError:  # on all ranks; a checkpoint started before is good
             self.finish_save()
             raise
         if stopped:
@@ -294,7 +294,7 @@ class Trainer:
     # ---- Decisions of the run (``megapack.training.autopilot``)
 
     def judge(self, lines: Sequence[dict[str, Any]]) -> None:
-        """Watch log lines for a spike on the first rank. Raises SpikeFound on all ranks."""
+        """Check log lines on the first rank; raise SpikeFound on all ranks if it finds a spike."""
         assert self.watch is not None
         watch, settings_at = self.watch, self.inputs.schedule.settings_at
 
@@ -324,8 +324,9 @@ class Trainer:
     def check_files(self, inputs: Inputs | None = None) -> None:
         """Check that the data files are those that the run started with; collective.
 
-        Without freshly opened ``inputs``, opens the files if one has another inode, size or time.
-        Raises ResumeError: a source has other samples or bytes, or the blend's manifest changed.
+        Without freshly opened ``inputs``, opens the files only if the inode, size or modification
+        time of one changed. Raises ResumeError if the samples or bytes of a source or the manifest
+        of the blend changed.
         """
         problem = None
         stamps = self.inputs.file_stamps()
@@ -438,7 +439,7 @@ class Trainer:
         return all(line["step"] != self.done for line in lines)
 
     def validate(self) -> None:
-        """Log the perplexity of the held-out documents, and that of every source."""
+        """Log the perplexity of all held-out documents, and of those of every source."""
         if not self.inputs.held_out:
             return
         self.monitor.flush()
@@ -474,7 +475,7 @@ class Trainer:
         return config.learning_rate.at(self.done, num_steps=num_steps, peak=config.optimizer.lr)
 
     def save(self) -> None:
-        """Begin a checkpoint of the current step."""
+        """Start a checkpoint of the current step."""
         if self.begun == self.done:
             return
         self.finish_save()
@@ -503,7 +504,7 @@ class Trainer:
             self.finish_save()
 
     def finish_save(self) -> None:
-        """Wait for a checkpoint that was begun, and publish it."""
+        """Wait for the checkpoint that was started, and publish it."""
         tag = self.store.finish()
         if tag is None:
             return

@@ -1,8 +1,8 @@
-"""Validation: perplexity of documents, with every token scored once, given its own document.
+"""Validation: perplexity of held-out documents. Each token is scored once, within its document.
 
 Samples come from a packed index, so validation runs at the speed of training. Every token but the
-first of a document has a label, also if a segment begins inside a document. So the scored tokens,
-and thus figures, are comparable between capacities.
+first of a document has a label, also if a segment begins inside a document. So the same tokens are
+scored for every capacity, and the results are comparable.
 
 With ``engine.sequence_parallel_size``, ranks share samples that are longer than a rank's forward,
 as in training. A rank then sums the losses of its slices.
@@ -55,7 +55,7 @@ class ValidationResult:
 
     @property
     def loss(self) -> float:
-        """Mean over all label tokens, in nats per token; nan: there are none."""
+        """Mean over all label tokens, in nats per token; nan if there are none."""
         count = sum(self.label_tokens.values())
         return sum(self.loss_sums.values()) / count if count else math.nan
 
@@ -95,7 +95,7 @@ def validate(
         model: a ``TrainingModel``, or the DeepSpeed engine of one.
         data: result of ``open_validation``.
         micro_batch_tokens: tokens of a rank's forward (at least one sample or its slice).
-        max_tokens: largest number of tokens to score of every bucket; None: all.
+        max_tokens: largest number of tokens to score per bucket; None: all.
     """
     capacities = [int(c) for c in data.samples.indices[0].bucket_capacity]
     sums = torch.zeros(2, len(capacities), dtype=torch.float64, device=world.device)
@@ -124,7 +124,7 @@ def validate(
 def validate_sources(
     model: Any, data: PackedDataset | None, sources: Mapping[str, PackedDataset], **how: Any
 ) -> ValidationResult:
-    """Score documents, and those of every source; collective. ``how``: as in ``validate``.
+    """Score ``data`` and every source; collective. ``how``: further arguments of ``validate``.
 
     Without ``data``, the result sums up all sources; then there must be at least one.
     """
@@ -137,10 +137,10 @@ def validate_sources(
 def perplexity_by_context(
     model: Any, dataset: IndexedDataset, contexts: Sequence[int], **how: Any
 ) -> dict[int, ValidationResult]:
-    """Score the same documents with contexts of different length (BucketLLM, Figure 3).
+    """Score the same documents with different context lengths (BucketLLM, Figure 3).
 
     With context C, a document longer than C is scored in independent chunks of C tokens. The scored
-    tokens are the same for every C. ``how``: as in ``validate``.
+    tokens are the same for every C. ``how``: further arguments of ``validate``.
     """
     result = {}
     for context in contexts:
@@ -176,7 +176,7 @@ def _batches(
 def _layout(
     capacity: int, micro_batch_tokens: int, shared: int, config: EngineConfig
 ) -> BatchLayout:
-    """Return a stream of ``shared`` equal slices."""
+    """Return the layout of a stream that is cut into ``shared`` equal slices."""
     row = -(-capacity // shared) * shared
     size = max(1, micro_batch_tokens * shared // row)
     # Compiled layers need ``cu_seqlens`` of constant shape.

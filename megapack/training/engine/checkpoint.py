@@ -1,17 +1,17 @@
-"""Checkpoints: complete or absent, checked before loading, for any number of ranks.
+"""Checkpoints: written completely or not at all, checked before loading, for any number of ranks.
 
 ``<directory>/step_00001000_tokens_4194304000/`` contains DeepSpeed's files and ``manifest.json``
 (step, world size, state of the data order, size and checksum of every file). Ranks write it under
-another name while training continues; when everything is on disk, the first rank renames it.
-``latest`` names the newest. For another number of ranks or another ZeRO stage, DeepSpeed first
-converts the checkpoint to its universal format.
+a temporary name while training continues; when everything is on disk, the first rank renames it.
+``latest`` names the newest. For a different number of ranks or ZeRO stage, DeepSpeed first converts
+the checkpoint to its universal format.
 
 ``CheckpointStore`` saves, finds and loads; ``WrittenFiles`` writes the files. The state is copied
 to the host by torch, and a thread writes it in DeepSpeed's file format. The alternatives have gaps.
 DeepSpeed's ``torch.save(path)`` reports a full disk as "unexpected pos", does not fsync, and a rank
 that fails there leaves the others in a barrier. Its asynchronous engines have neither checksums nor
 fsync, and their writer process dies without an error. DeepSpeed cannot convert files of torch's DCP
-for other ranks.
+to a different number of ranks.
 """
 
 import functools
@@ -57,7 +57,7 @@ class WrittenFiles:
     """Files of a checkpoint that this rank writes.
 
     Attributes:
-        progress: progress of this rank, which counts while it waits for files.
+        progress: progress of this rank, also while it waits for files.
         files: relative name -> size and checksum. The manifest is made from these, because listing
             a shared directory may miss files of other nodes.
         problem: the first failure, after which nothing more is written.
@@ -83,7 +83,7 @@ class WrittenFiles:
             self._copies.append((self._stager.stage(state_dict), path))
 
     def start(self) -> None:
-        """Start to write the copies in a thread."""
+        """Start the thread that writes the copies."""
         self._writing = _WRITER.submit(self._write_copies)
 
     @property
@@ -144,14 +144,14 @@ class _ChecksummedFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Resume:
-    """A good checkpoint, and how to load it."""
+    """Checkpoint to resume from, and how to load it."""
 
     tag: str
     manifest: CheckpointManifest
     universal: bool
     """Convert to the universal format first: the world size or the ZeRO stage differs."""
     rejected: list[str] = field(default_factory=list)
-    """Problems of newer checkpoints, which are damaged."""
+    """Problems of newer, damaged checkpoints."""
 
 
 class CheckpointStore:
@@ -163,7 +163,7 @@ class CheckpointStore:
         zero_stage: ZeRO stage of the engine that saves and loads.
         scratch: folder for universal checkpoints; None: ``directory``.
         is_milestone: returns True for a step whose checkpoint is never removed.
-        reach: steps that a rollback may take back. The newest checkpoint at least this many steps
+        reach: steps that a rollback may undo. The newest checkpoint at least this many steps
             old is kept in addition to ``keep``.
         mirror: receives a copy of every checkpoint; None: no copies.
     """
@@ -199,15 +199,15 @@ class CheckpointStore:
         return tags_in(self.directory)
 
     def begin(self, engine: Any, step: int, tokens: int, state: dict[str, Any]) -> None:
-        """Begin a checkpoint of the current state; it counts after ``finish``.
+        """Start a checkpoint of the current state; ``finish`` publishes it.
 
-        With ``asynchronous`` this returns when everything is copied to the host. ``tokens``, those
-        of all steps with padding, decide which checkpoint is the newest; ``state`` is for the
-        manifest.
+        With ``asynchronous`` this returns when everything is copied to host memory. ``tokens``, the
+        number of tokens of all steps with padding, defines which checkpoint is the newest. The
+        manifest will contain ``state``.
 
         Raises:
             FloatingPointError: a weight is infinite or NaN.
-            ResumeError: as ``finish``, for a checkpoint that was begun earlier.
+            ResumeError: an earlier checkpoint could not be written (see ``finish``).
         """
         self.finish()
         tag = f"step_{step:08d}_tokens_{tokens}"
@@ -234,14 +234,14 @@ class CheckpointStore:
 
     @property
     def is_written(self) -> bool:
-        """This rank has written its part of the checkpoint that was begun."""
+        """This rank has written its part of the checkpoint that was started."""
         return self._begun is not None and self._begun[1].is_complete
 
     def finish(self) -> str | None:
-        """Wait for all ranks, publish the checkpoint, and remove those beyond ``keep``.
+        """Wait for all ranks, publish the checkpoint, and remove older ones beyond ``keep``.
 
         Returns:
-            Name of the checkpoint (it replaces one of the same name); None: none was begun.
+            Name of the checkpoint (it replaces one of the same name); None if none was started.
 
         Raises:
             ResumeError: a rank could not write. The checkpoint is removed.
@@ -296,7 +296,7 @@ class CheckpointStore:
             self.mirror.copy(self.directory, self.tags(), tag)
 
     def _remove(self, tag: str) -> None:
-        # Rename first: a checkpoint half removed must not look like one.
+        # Rename first: a partly removed checkpoint must not look like one.
         if (self.directory / tag).exists():
             shutil.rmtree((self.directory / tag).rename(self.directory / f"{tag}.old.partial"))
 
@@ -307,7 +307,7 @@ class CheckpointStore:
         fallback: bool = False,
         among: Callable[[str], bool] = lambda _: True,
     ) -> Resume | None:
-        """Return the newest good checkpoint; None: the run has no checkpoints.
+        """Return the newest good checkpoint; None if the run has no checkpoints.
 
         Args:
             verify: compare sizes, or checksums of all bytes.
@@ -319,7 +319,7 @@ class CheckpointStore:
                 DeepSpeed cannot convert its ZeRO stage.
         """
         rejected: dict[str, str] = {}
-        for tag in reversed(self.world.on_first(self.tags)):  # one view, if a shared disk lags
+        for tag in reversed(self.world.on_first(self.tags)):  # ranks may list different tags
             if not among(tag):
                 continue
             problems = self._problems(tag, verify)
@@ -340,8 +340,8 @@ class CheckpointStore:
         return None
 
     def abandon_after(self, tag: str) -> None:
-        """Set aside the newest of the checkpoints with more tokens than this one, and remove the
-        others: the run rolls back to before them. Collective."""
+        """Of the checkpoints with more tokens than ``tag``, set the newest aside and remove the
+        others, because the run rolls back to ``tag``. Collective."""
         self.world.on_first(lambda: self._abandon_after(tag))
 
     def _abandon_after(self, tag: str) -> None:
@@ -358,7 +358,7 @@ class CheckpointStore:
                 self.mirror.keep_only(self.directory, self.tags())
 
     def _set_aside(self, tags: list[str], kind: str = "damaged") -> None:
-        # Nothing loads or removes a directory with such a name.
+        # A directory with such a name is no longer treated as a checkpoint.
         for tag in tags:
             target = self.directory / f"{tag}.{kind}"
             remove_own_folder(target)
@@ -378,9 +378,9 @@ class CheckpointStore:
         return (manifest.world_size, before) != (self.world.size, now)
 
     def load(self, engine: Any, resume: Resume) -> None:
-        """Load a checkpoint that ``find`` returned into the engine. Raises ResumeError: DeepSpeed
-        refuses it (another model, optimizer or precision), or the manifest belongs to other
-        weights."""
+        """Load a checkpoint that ``find`` returned into the engine. Raises ResumeError if DeepSpeed
+        refuses it (different model, optimizer or precision), or if the manifest belongs to
+        different weights."""
         folder = self.directory / resume.tag
         if resume.universal and any(g.get("use_muon") for g in engine.optimizer.param_groups):
             raise ResumeError(
@@ -390,7 +390,7 @@ class CheckpointStore:
             )
         if resume.universal:
             folder = self.world.on_first(lambda: self._convert(resume.tag))
-        # DeepSpeed reads this at every load, and a rollback may load the other kind.
+        # DeepSpeed reads this at every load, and a rollback may load the other format.
         engine._config.load_universal_checkpoint = resume.universal
         with _keep_settings(engine):
             try:
@@ -404,7 +404,7 @@ class CheckpointStore:
         if engine.weight_average is not None:
             engine.weight_average.load(self.directory / resume.tag)
         if resume.universal:
-            # With ZeRO-3 all parts share DeepSpeed's one step count, which each would increment.
+            # With ZeRO-3 all parts share one step tensor, which each would increment: copy it.
             for state in engine.optimizer.optimizer.state.values():
                 if "step" in state:
                     state["step"] = deepcopy(state["step"])
@@ -413,7 +413,7 @@ class CheckpointStore:
 
     def _convert(self, tag: str) -> Path:
         """Convert to the universal format, in a new folder; return the folder."""
-        # The name is unique because the converter of a killed start may still be running.
+        # Use a unique name: the converter of a killed process may still be running.
         _remove_universal(self.scratch)
         universal = self.scratch / f"{tag}.{uuid.uuid4().hex}.universal"
         command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
@@ -458,7 +458,7 @@ class CheckpointStore:
 
 
 def _remove_universal(directory: Path) -> None:
-    # A killed start left them. ``_convert`` gave them a random name.
+    # Left behind by a killed process; ``_convert`` puts 32 random hex digits into the name.
     for folder in directory.glob(f"step_*.{'[0-9a-f]' * 32}.universal"):
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -466,8 +466,8 @@ def _remove_universal(directory: Path) -> None:
 @contextmanager
 def _keep_settings(engine: Any) -> Iterator[None]:
     """Keep the configured settings of the optimizer (weight decay, betas, clipping), which
-    DeepSpeed's load would replace by those of the saved run."""
-    clip = getattr(engine.optimizer, "clip_grad", None)  # none without ZeRO: ``clip_and_skip``
+    DeepSpeed would otherwise replace with those of the saved run."""
+    clip = getattr(engine.optimizer, "clip_grad", None)  # None without ZeRO, see ``clip_and_skip``
     configured = [
         {name: value for name, value in group.items() if name != "params"}
         for group in engine.optimizer.param_groups

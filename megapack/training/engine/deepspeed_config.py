@@ -1,12 +1,12 @@
-"""Configuration for DeepSpeed, its check, and the meaning of the ZeRO stage for gradients.
+"""DeepSpeed's configuration, its check, and how each ZeRO stage reduces gradients.
 
-In DeepSpeed 0.19 the precision decides which stage with whole parameters overlaps the reduction of
-gradients with the backward. In bfloat16, stage 1 (``BF16_Optimizer``) does one all-reduce after the
+In DeepSpeed 0.19, whether stages 1 and 2 overlap the reduction of gradients with the backward
+depends on the precision. In bfloat16, stage 1 (``BF16_Optimizer``) does one all-reduce after the
 last backward of a step, without overlap; stage 2 reduces in every micro step, bucket by bucket,
 during the backward. In float32, stage 1 reduces during the backward of the last micro step.
 
 ``deepspeed_configuration`` merges ``engine.deepspeed`` over ours (``EngineConfig`` refuses keys
-that the configuration decides elsewhere). ``check_deepspeed`` lets the installed DeepSpeed read the
+that other options set). ``check_deepspeed`` lets the installed DeepSpeed read the
 result and refuses keys that it does not read. ``describe_reduction`` explains the stage:
 
     ZeRO: stage 2 (auto); 4.62 GiB of gradients (float32) are reduced in each of 4 micro steps,
@@ -52,7 +52,7 @@ def deepspeed_configuration(config: PretrainConfig, world_size: int) -> dict[str
 
 
 def zero_3_configuration(config: PretrainConfig, world_size: int) -> dict[str, Any] | None:
-    """Return the configuration for ``open_model`` to divide a model; None: it stays whole."""
+    """Return the configuration with which ``open_model`` divides a model; None without ZeRO-3."""
     return deepspeed_configuration(config, world_size) if config.engine.stage == 3 else None
 
 
@@ -61,7 +61,7 @@ def _precision(engine: EngineConfig) -> dict[str, Any]:
         return {}
     if engine.stage == 0:
         # Without ZeRO, DeepSpeed cannot accumulate bfloat16 gradients in float32. Autocast with
-        # float32 parameters does, and computes in bfloat16, too.
+        # float32 parameters can, and it also computes in bfloat16.
         return {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
     return {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 
@@ -97,22 +97,22 @@ class _RecordedReads(dict[str, Any]):
         return super().__contains__(key)
 
     def __iter__(self) -> Iterator[str]:
-        self.reads |= super().keys()  # the reader takes all keys and checks them itself
+        self.reads |= super().keys()  # code that iterates checks all keys itself
         return super().__iter__()
 
     def check(self, where: str) -> None:
-        """Check that all keys were read. Raises ConfigError with the nearest key that was."""
+        """Check that all keys were read. Raises ConfigError that names the nearest known key."""
         for key, value in self.items():
             known = self.reads if key in self.reads else self.reads - DECIDED.keys()
             check_known(where, "key", [key], known)
-            # Pydantic models take a mapping without reads of its keys, and check it themselves.
+            # Pydantic models accept a mapping without reading its keys here, and check it.
             if isinstance(value, _RecordedReads) and value.reads:
                 value.check(f"{where}: {key}")
 
 
 def check_deepspeed(config: PretrainConfig) -> None:
-    """Let DeepSpeed read its configuration, before ranks connect. Raises ConfigError: DeepSpeed
-    does not know a key (with the nearest one), or refuses a value."""
+    """Let DeepSpeed read its configuration, before ranks connect. Raises ConfigError if
+    DeepSpeed does not know a key (the error names the nearest one) or refuses a value."""
     if not config.engine.deepspeed:
         return
     import deepspeed.runtime.config as deepspeed_config  # noqa: PLC0415
@@ -150,7 +150,7 @@ def _fields_of(title: str, parents: list[str]) -> list[str]:
 def describe_reduction(
     engine: EngineConfig, num_parameters: int, ranks: int, micro_steps: int
 ) -> str:
-    """Return a line about the stage: how much is reduced, and when."""
+    """Return a line about the stage: how many bytes are reduced, and when."""
     chosen = f"ZeRO: stage {engine.stage}" + (" (auto)" if engine.zero_stage == "auto" else "")
     if ranks == 1:
         return f"{chosen}; one rank, nothing to reduce"

@@ -3,13 +3,13 @@
 The loss of a step is the mean over the label tokens of all ranks and micro batches; with loss
 weights, the weighted mean, divided by the sum of the weights. Every micro batch contributes the sum
 of its losses times ``number of ranks / loss denominator of the step``. DeepSpeed averages over
-ranks, which cancels the factor, also if ranks share a micro batch in slices. So the gradient does
-not depend on how the step is split into ranks and micro batches, and clipping uses the gradient of
-the mean. The load-balancing loss of a mixture of experts is treated alike, and weighted by the
-labels of its micro batch (``megapack.attention.experts``).
+ranks, which cancels the number of ranks, also if ranks share a micro batch in slices. So the
+gradient does not depend on how the step is split into ranks and micro batches, and clipping uses
+the gradient of the mean. The load-balancing loss of a mixture of experts is scaled in the same way,
+and weighted by the labels of its micro batch (``megapack.attention.experts``).
 
 ``start_engine`` creates the engine (AdamW or Muon, and the average of weights), ``train_step``
-takes a step, ``StepResult`` is a rank's result. Example: 2 ranks, each with micro batches of 100
+runs a step, ``StepResult`` is a rank's result. Example: 2 ranks, each with micro batches of 100
 and 50 label tokens, 300 in the step. Each loss is a sum times 2 / 300; the mean over the 2 ranks is
 the sum of all losses / 300.
 """
@@ -43,7 +43,7 @@ logger = logging.getLogger("megapack")
 
 
 class Stopwatch:
-    """``with stopwatch:`` measures how long a device works on calls, without waiting for it."""
+    """``with stopwatch:`` measures the device time of a block, without waiting for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -63,7 +63,7 @@ class Stopwatch:
         self._spans.append((self._begin, self._now()))
 
     def seconds(self) -> float:
-        """Return the seconds of all calls; waits for the last one."""
+        """Return the seconds of all blocks; waits for the last one."""
         if not self._cuda:
             return float(sum(end - begin for begin, end in self._spans))
         for _, end in self._spans[-1:]:
@@ -73,19 +73,19 @@ class Stopwatch:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """One rank's result of a step. None of its values has waited for the device."""
+    """One rank's result of a step. Creating it does not wait for the device."""
 
     loss_sum: Tensor
     """Scalar on the device: weighted sum of the losses of this rank's label tokens."""
     balance_sum: Tensor | None
     """Sum of the load-balancing losses of this rank's micro batches, weighted by their labels,
-    without their coefficient; None: the model has none."""
+    without their coefficient; None if the model has no such loss."""
     label_weight: float
     """Denominator of the whole step on all ranks: its label tokens, or the sum of their weights."""
     sample_losses: Tensor
-    """(samples,) on the device: unweighted sum of the losses of every sample of this rank."""
+    """(samples,) on the device: unweighted sum of the losses of each sample of this rank."""
     source: NDArray[np.int64]
-    """(samples,) number of each sample's source."""
+    """(samples,) source number of each sample."""
     grad_norm: float | Tensor
     """Norm of the whole gradient before clipping."""
     forward: Stopwatch
@@ -179,7 +179,7 @@ def start_engine(model: TrainingModel, config: PretrainConfig, world: World) -> 
 
 
 def clip_and_skip(optimizer: torch.optim.Optimizer, clip: float) -> None:
-    """Make an optimizer clip gradients and skip updates, as DeepSpeed's ZeRO optimizers do.
+    """Make an optimizer clip gradients and skip non-finite ones, as DeepSpeed's ZeRO optimizers do.
 
     Without ZeRO, DeepSpeed only reads ``overflow`` and ``_global_grad_norm`` of the optimizer.
     ``clip`` 0 disables clipping.
@@ -215,7 +215,7 @@ def train_step(
     balances: list[Tensor] = []
     for batch in micro_batches:
         world.progress.at(f"micro step {batch['micro_step']} of step {batch['step']}")
-        # 0 for a step without labels, whose loss sums are 0, too.
+        # The denominator is 0 for a step without labels, whose loss sums are 0, too.
         denominator = "step_label_weight" if is_weighted(batch) else "num_step_label_tokens"
         weight = float(batch[denominator])
         scale = world.size / (weight or 1.0)
@@ -252,14 +252,14 @@ def train_step(
 
 
 def _sum_by_sample(losses: Tensor, batch: Batch) -> Tensor:
-    """Return (samples,) sums of the losses (T,); of a slice, this rank's part of every sample."""
+    """Return the summed loss of each sample, from losses (T,); a slice has only part of it."""
     if (shared := batch.get("sequence_parallel_size", 1)) > 1:
         whole = losses.new_zeros(shared, len(losses))
         whole[batch["sequence_parallel_rank"]] = losses
         losses = whole.flatten()
     capacity = int(batch["capacity"])
     row = int(batch.get("row_tokens", capacity))
-    # A sample begins at the begin of its slot, followed by padding; the row may end in padding.
+    # A sample is at the start of its slot, before the padding; the row may end in padding.
     slots = row // capacity
     slot = row // slots
     by_slot = losses.view(-1, row)[:, : slots * slot].reshape(-1, slot)
@@ -280,7 +280,7 @@ def not_finite(model: nn.Module) -> list[str]:
 # number of ranks can read them.
 
 Pieces: TypeAlias = dict[str, tuple[int, Tensor]]
-"""Parameter -> offset of this rank's part, and its flat values."""
+"""Parameter name -> offset of this rank's part, and the part's flat values."""
 
 _FILES = "average_rank_*.pt"
 
@@ -330,7 +330,7 @@ class WeightAverage:
 
     @contextmanager
     def in_model(self) -> Iterator[None]:
-        """Put the average in place of the model's weights, which are restored afterwards."""
+        """Replace the model's weights by the average, and restore them afterwards."""
         weights = master_pieces(self._engine)
         if self._stage == 0:  # these are views of the model's weights: copy them
             weights = {name: (begin, piece.clone()) for name, (begin, piece) in weights.items()}
@@ -365,7 +365,7 @@ class WeightAverage:
             save(tree, str(directory / _FILES.replace("*", f"{rank:05d}")))
 
     def load(self, directory: Path) -> None:
-        """Load the average from a checkpoint; without one, start from the loaded weights."""
+        """Load the average from a checkpoint; if it has none, start from the loaded weights."""
         self.begin()
         paths = sorted(directory.glob(_FILES))
         if not paths:

@@ -130,7 +130,7 @@ def _valid_positions(positions: str) -> Literal["segment", "document"]:
 
 def vocabulary_size(config: PretrainConfig, run: PlannedRun) -> int:
     """Return the configured vocabulary size, else the data's; 1 if only the model knows it. Raises
-    ConfigError: neither the configuration nor the data nor the model states it."""
+    ConfigError if neither the configuration nor the data nor the model states it."""
     if config.model.vocab_size is not None:
         return config.model.vocab_size
     datasets = run.data.datasets if isinstance(run, OpenRun) else []
@@ -146,11 +146,11 @@ def vocabulary_size(config: PretrainConfig, run: PlannedRun) -> int:
 
 
 def verify_samples(inputs: Inputs, world: World) -> None:
-    """Compare the checksums of every .samples file, once per host; collective.
+    """Check the checksums of every .samples file, once per host; collective.
 
     Shards are compared with their manifest later, when the first sample is drawn from them.
 
-    Raises FormatError: a file is damaged or cannot be read; on all ranks.
+    Raises FormatError on all ranks if a file is damaged or cannot be read.
     """
     problem = None
     if world.rank == world.gather(world.host).index(world.host):
@@ -172,13 +172,13 @@ def _verify(inputs: Inputs) -> None:
 def check_run(config: PretrainConfig, run: PlannedRun, num_ranks: int) -> Any:
     """Check a run before its ranks connect; return the transformers configuration of its model.
 
-    Of a run of ``plan_steps``, which has no data, only lengths are checked.
+    For a run planned by ``plan_steps``, which has no data, only lengths are checked.
 
     Raises:
-        ConfigError: ranks do not divide the micro batches of a stage; DeepSpeed does not know its
-            configuration; a document is longer than the positions of the model; a token id is
-            outside its vocabulary; a checkpoint does not fit the model.
-        FormatError: as ConfigError, but the cause is a damaged .samples file.
+        ConfigError: the micro batches of a stage cannot be divided among the ranks; DeepSpeed
+            refuses its configuration; a document is longer than the positions of the model; a token
+            id is outside its vocabulary; a checkpoint does not fit the model.
+        FormatError: one of these errors has a damaged .samples file as its cause.
     """
     run.sampler(0, num_ranks)
     check_deepspeed(config)
@@ -251,7 +251,7 @@ def open_validation(
 ) -> PackedDataset:
     """Open held-out documents and their samples; without an index, pack them into ``buckets``.
 
-    Each document is scored alone, whatever ``positions``.
+    Each document is scored alone, for any ``positions``.
 
     Raises:
         ConfigError: the index repeats or drops tokens, so that it does not score each token once;
@@ -280,8 +280,8 @@ def open_validation(
 
 
 def open_validation_of_sources(blend: BlendConfig, **how: Any) -> dict[str, PackedDataset]:
-    """Open the held-out documents of the blend's sources, by name, as ``open_validation`` does.
-    Raises ConfigError: two of the sources have the same name."""
+    """Open the held-out documents of the blend's sources, by name, with ``open_validation``.
+    Raises ConfigError if two of the sources have the same name."""
     result: dict[str, PackedDataset] = {}
     for source in blend.sources:
         if source.valid_prefix is not None:
@@ -300,10 +300,10 @@ _LAW = "lognormal:"
 def steps_from_lengths(
     config: PretrainConfig, source: str, buckets: Sequence[int] | None
 ) -> PlannedRun:
-    """Plan the run on documents of lengths (``read_lengths``), without opening its data.
+    """Plan the run for document lengths (``read_lengths``), without opening its data.
 
-    The documents are packed by strategy bucket into ``buckets``; None: powers of two from 1,024 on
-    that divide a micro batch. Raises ConfigError: sizes do not fit.
+    The documents are packed by strategy bucket into ``buckets``; None: the powers of two from 1,024
+    to 16,384 that divide a micro batch. Raises ConfigError if sizes do not fit.
     """
     largest = config.data.micro_batch_tokens
     usual = [2**k for k in range(10, 15) if largest % 2**k == 0] or [largest]
@@ -312,12 +312,12 @@ def steps_from_lengths(
 
 
 def read_lengths(source: str, seed: int) -> NDArray[Any]:
-    """Return the tokens per document of a .npy file of integers, or random ones.
+    """Return numbers of tokens per document, from a .npy file of integers or random.
 
     ``lognormal:MEAN,MEDIAN,DOCUMENTS`` draws them (FineWeb-Edu: mean 999, median 603).
 
     Raises:
-        ConfigError: an invalid distribution.
+        ConfigError: the distribution is invalid.
         DataError, OSError: the file contains something else, or cannot be read.
     """
     if source.startswith(_LAW):
@@ -337,7 +337,7 @@ def read_lengths(source: str, seed: int) -> NDArray[Any]:
 
 
 # ---- The record of a run -------------------------------------------------------------------------
-# A resume compares every key of the configuration that NO_EFFECT does not name: a new key counts.
+# A resume compares every key of the configuration that is not in NO_EFFECT, also new keys.
 
 # Keys, or sections, that do not determine what a step computes, and why:
 _LENGTH = "may change; the learning rate depends on it, and a jump is reported"

@@ -2,7 +2,7 @@
 
 With checkpoints of 1,000 and 2,000 steps in s3://bucket/run:
 
-    s3://bucket/run/run_id  # owner of the store, as in its run_dir
+    s3://bucket/run/run_id  # id of the run that owns the store
     s3://bucket/run/log.jsonl  # and evaluation.jsonl: mixing rules need the log of earlier steps
     s3://bucket/run/step_00001000_tokens_4096000/zero_pp_rank_0_mp_rank_00_optim_states.pt ...
     s3://bucket/run/step_00001000_tokens_4096000.manifest.json
@@ -48,18 +48,18 @@ logger = logging.getLogger("megapack")
 
 
 class Mirror:
-    """Checkpoints of one run in an object store, for a node that loses its disk.
+    """Checkpoints of one run in an object store, in case a node loses its disk.
 
     A thread uploads a checkpoint while training continues: first the files, then the logs, and last
-    ``<address>/<tag>.manifest.json``, without which a checkpoint does not count. If an upload takes
-    longer than the time to the next checkpoint, the mirror skips that one, but never the last of a
-    run. It removes checkpoints that the directory no longer has. A failed upload logs a warning and
-    does not stop the run. The first run that uploads to a store, or restores from it, owns it: the
-    mirror of another run changes nothing there.
+    ``<address>/<tag>.manifest.json``, without which a checkpoint does not count. If an upload is
+    still running at the next checkpoint, the mirror skips that one, but never the last of a run. It
+    removes checkpoints from the store that the directory no longer has. A failed upload logs a
+    warning and does not stop the run. The first run that uploads to a store, or restores from it,
+    owns it: the mirror of another run changes nothing there.
 
     Args:
         address: address of the store.
-        progress: progress of this rank, which counts while it waits for files; None: ignored.
+        progress: progress of this rank, also while it waits for files; None: ignored.
     """
 
     def __init__(self, address: str, progress: RankProgress | None = None) -> None:
@@ -70,8 +70,8 @@ class Mirror:
         self._skipped: tuple[Path, list[str], str] | None = None
 
     def check_owner(self, run: RunDirectory) -> str | None:
-        """Return the ``run_id`` of the store; None: it has no owner. Raises ConfigError: another
-        run owns the store, and the directory of this run is not empty."""
+        """Return the id of the run that owns the store; None if none does. Raises ConfigError if
+        another run owns the store and this run has a ``run_id`` or checkpoints."""
         run_id = find_object(f"{self.address}/{RUN_ID}")
         owner = run_id and bytes(run_id.read(0, run_id.num_bytes)).decode().strip()
         if owner and owner != run.known_id and (run.known_id or tags_in(run.checkpoints)):
@@ -83,7 +83,7 @@ class Mirror:
         return owner or None
 
     def copy(self, directory: Path, tags: list[str], tag: str) -> None:
-        """Begin to upload checkpoint ``tag``; ``tags`` are all checkpoints of the directory."""
+        """Start to upload checkpoint ``tag``; ``tags`` are all checkpoints of the directory."""
         if self._upload is not None and not self._upload.done():
             logger.warning("%s: still uploading a checkpoint, skipping %s", self.address, tag)
             self._skipped = directory, tags, tag
@@ -120,7 +120,7 @@ class Mirror:
             self._remove_all_but(directory, tags)
 
     def keep_only(self, directory: Path, tags: list[str]) -> None:
-        """Begin to remove all other checkpoints, which the run abandoned."""
+        """Start to remove all checkpoints but ``tags``; the run abandoned the others."""
         _THREAD.submit(self._remove_all_but, directory, tags)  # after an upload in progress
 
     def _remove_all_but(self, directory: Path, tags: list[str]) -> None:
@@ -138,7 +138,7 @@ class Mirror:
             names = (
                 [] if manifest is None else list(_fetch(manifest, tag, Path(folder) / "m").files)
             )
-        remove_object(url)  # first, so that a checkpoint half removed does not count
+        remove_object(url)  # first: a partly removed checkpoint does not count
         for name in names:
             remove_object(f"{self.address}/{tag}/{name}")
 
@@ -154,8 +154,8 @@ class Mirror:
     def restore(self, directory: Path, at_most: int | None = None) -> str | None:
         """Download the newest checkpoint, and the logs, into a directory without checkpoints.
 
-        Skips checkpoints of more than ``at_most`` tokens. Returns the checkpoint's name; None: the
-        store has none.
+        Skips checkpoints of more than ``at_most`` tokens. Returns the checkpoint's name; None if
+        the store has none.
 
         Raises:
             ResumeError: a file is missing.
@@ -195,13 +195,13 @@ class Mirror:
 
 
 def _check(expected: FileFacts, progress: Callable[[], object], path: Path) -> None:
-    """Check a downloaded file. Raises FormatError: it does not match its manifest."""
+    """Check a downloaded file. Raises FormatError if it does not match its manifest."""
     problem = expected.problem(path, "checksum", progress)
     if problem is not None:
         raise FormatError(f"{path} {problem}")
 
 
 def _fetch(manifest: RemoteObject, tag: str, path: Path) -> CheckpointManifest:
-    """Download a manifest to ``path`` and read it. Raises ResumeError: it is damaged."""
+    """Download a manifest to ``path`` and read it. Raises ResumeError if it is damaged."""
     open_cache().fetch(manifest, path)
     return CheckpointManifest.read(Path(tag), path)

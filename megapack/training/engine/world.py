@@ -29,24 +29,24 @@ T = TypeVar("T")
 class RankProgress:
     """Progress of this process, in two counters.
 
-    ``count`` advances at places that all ranks reach alike; ``signs`` advances in between, where
-    each rank has its own amount of work. ``place`` is in words.
+    ``count`` advances at places that all ranks reach equally often; ``signs`` advances in between,
+    where the amount of work differs by rank. ``place`` describes the last place in words.
     """
 
     def __init__(self) -> None:
         self.count, self.signs, self.place = 0, 0, "the start"
 
     def at(self, place: str) -> None:
-        """Note the next place that all ranks reach."""
+        """Record that this rank has reached the next place that all ranks reach."""
         self.count, self.place = self.count + 1, place
 
     def inside(self, place: str) -> None:
-        """Note progress on work of which other ranks have another amount."""
+        """Record progress on work whose amount differs by rank."""
         self.signs, self.place = self.signs + 1, place
 
     def wait(self, work: Future[Any], thread: RankProgress) -> None:
-        """Wait for the work of a thread; the thread's signs count for this rank. Raises its
-        errors."""
+        """Wait for the work of a thread; the thread's signs count for this rank. Raises
+        the errors of the work."""
         seen = thread.signs
         while not wait([work], timeout=1.0).done:
             if thread.signs > seen:
@@ -56,7 +56,7 @@ class RankProgress:
 
     @contextmanager
     def while_written(self, folder: Path, place: str) -> Iterator[None]:
-        """Count it as progress when another process writes into a folder meanwhile."""
+        """During the block, count it as progress when another process writes into ``folder``."""
         done = threading.Event()
 
         def watch() -> None:
@@ -97,7 +97,7 @@ class World:
         return self.rank == 0
 
     def gather(self, value: T) -> list[T]:
-        """Return every rank's value, by rank; collective."""
+        """Return every rank's value, in the order of ranks; collective."""
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)
         return values
@@ -111,8 +111,8 @@ class World:
             raise error(f"{what}: {'; '.join(problems)}")
 
     def on_first(self, action: Callable[[], T]) -> T:
-        """Run ``action`` on the first rank; return its result on all ranks. Collective. Raises
-        MegapackError, OSError: raised by ``action``; all ranks raise the same."""
+        """Run ``action`` on the first rank; return its result on all ranks. Collective.
+        A MegapackError or OSError of ``action`` is raised on all ranks."""
         value: Any = None
         problem: Exception | None = None
         if self.is_first:
@@ -132,13 +132,13 @@ def connect_ranks(*, timeout_minutes: float, sequence_parallel_size: int = 1) ->
     """Connect this process to the other ranks, after ``command.set_rank_environment``.
 
     At the end every rank waits for the others, so that no launcher kills a rank that still writes.
-    After an exception no rank waits, because the others may be gone. ``timeout_minutes`` is that of
-    collectives; ``sequence_parallel_size`` consecutive ranks share samples.
+    After an exception no rank waits, because the others may be gone. ``timeout_minutes`` is the
+    timeout of collectives; ``sequence_parallel_size`` consecutive ranks share samples.
     """
     import deepspeed  # noqa: PLC0415
     import deepspeed.ops  # noqa: PLC0415
 
-    # This operator serves inference only, and building it takes a compiler and a minute.
+    # This operator is for inference only; building it needs a compiler and takes a minute.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     local_rank = int(os.environ["LOCAL_RANK"])
     use_cuda = torch.cuda.is_available()

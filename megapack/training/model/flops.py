@@ -1,6 +1,6 @@
 """FLOPs of a step of a model, to state its speed as a share of the device's (MFU).
 
-Recomputation does not count (model FLOPs, as in PaLM's MFU); see ``megapack.devices``.
+Recomputation is not counted (model FLOPs, as in PaLM's MFU); see ``megapack.devices``.
 
     flops = ModelFlops.of(model, configuration)  # Qwen3-0.6B: per_token 3.58e9
     flops.step(4096, [1024, 3072])  # tokens through the weights, two segments through attention
@@ -21,7 +21,7 @@ from megapack.devices import FLOPS_PER_WEIGHT, attention_flops, peak_flops
 
 
 def peak_of(device: torch.device) -> float | None:
-    """Return the peak 16-bit operations per second of a device; None: unknown."""
+    """Return the peak 16-bit operations per second of a device; None if unknown."""
     return peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
@@ -30,11 +30,11 @@ class ModelFlops:
     """Operations of forward and backward, per token and per pair of tokens.
 
     Attributes:
-        per_token: of all matrix multiplications except attention: 6 per weight.
+        per_token: operations of all matrix multiplications except attention, 6 per weight.
         full_layers: layers with full attention.
         window_layers: layers with a sliding window.
         window: tokens of the sliding window.
-        width: of all query heads together; mean of keys and values.
+        width: width of all query heads together; the mean of that of keys and values.
     """
 
     per_token: float
@@ -54,7 +54,7 @@ class ModelFlops:
         weights = sum(
             math.prod(whole_shape(p)) * (active if ".experts." in name else 1.0)
             for name, p in model.named_parameters()
-            # Without embedding tables, which are only read; a tied one is the head, and counts.
+            # Embedding tables are only read and do not count, unless tied: then they are the head.
             if len(whole_shape(p)) >= 2 and not (id(p) in tables and id(p) not in products)
         )
         kinds = getattr(configuration, "layer_types", None) or []
@@ -84,8 +84,8 @@ class ModelFlops:
 
     @property
     def linear_cost_tokens(self) -> float:
-        """Tokens of a segment whose attention costs as much as everything else (``StepPlan.cost``),
-        with layers of a sliding window counted as full ones."""
+        """Length of a segment whose attention costs as much as everything else (``StepPlan.cost``);
+        sliding-window layers count as full ones."""
         return self.per_token / self.attention(1)
 
     def step(self, num_tokens: int, lengths: ArrayLike) -> float:

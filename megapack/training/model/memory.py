@@ -1,19 +1,20 @@
 """Estimate of the memory that a rank needs, without a device.
 
 A forward and its backward run on fake tensors (shapes without values), and every storage counts
-while it lives: activations, copies of autocast, recomputed layers, temporary gradients. Temporaries
-of our own operations are computed from their shapes. DeepSpeed 0.19 holds in addition, by stage:
+while it is alive: activations, copies of autocast, recomputed layers, temporary gradients. The
+sizes of temporaries of our own operations are computed from their shapes. In addition, DeepSpeed
+0.19 allocates, by stage:
 
     stage     parameters  gradients  master weights  optimizer  buckets
     0, fp32   4P          4P                         8P         the reduction's copy, 4P
     0, bf16   4P          4P                         8P         the same
     1, bf16   2P          4P         4P/N            8P/N       the same
-    1, fp32   4P          4P         4P/N            8P/N       of reduce_bucket_size, 4 bytes each
-    2         2P or 4P    4P/N       4P/N            8P/N       of reduce_bucket_size, 2 or 4 each
+    1, fp32   4P          4P         4P/N            8P/N       reduce_bucket_size x 4 bytes
+    2         2P or 4P    4P/N       4P/N            8P/N       reduce_bucket_size x 2 or 4 bytes
     3         the same/N  4P/N       4P/N            8P/N       the same, and gathered parameters
 
-for P parameters on N ranks, in bytes. ``tests/training/test_memory.py`` compares it with the memory
-of DeepSpeed's engines under torch's memory tracker.
+for P parameters on N ranks, in bytes. ``tests/training/test_memory.py`` compares the estimate with
+the memory of DeepSpeed's engines under torch's memory tracker.
 """
 
 from __future__ import annotations
@@ -67,14 +68,15 @@ def estimate_memory(
     """Return the peak memory of a rank: in the loss, in the backward, or at the end of a step.
 
     Args:
-        model: model on the meta device; becomes fake, and checkpoints activations if configured.
+        model: model on the meta device. Its tensors become fake, and its activations are
+            checkpointed if configured.
         longest: tokens of the largest bucket.
         zero: ``zero_optimization`` of ``deepspeed_configuration``.
     """
     engine, stage = config.engine, config.engine.stage
     count = model.num_parameters
     low = engine.precision == "bf16" and stage > 0
-    # Number of ranks that share what each stage divides.
+    # Stage -> number of ranks among which it divides its state.
     shares = {at: world_size if stage >= at else 1 for at in (1, 2, 3)}
     bucket = int(zero.get("reduce_bucket_size", 5 * 10**8))
     width = 2 if low else 4
@@ -84,7 +86,7 @@ def estimate_memory(
     gradient_shares = 1 if is_bf16_optimizer or stage == 0 else world_size
     micro_steps = config.data.tokens_per_step // (config.data.micro_batch_tokens * world_size)
     muon = model.hidden_matrices if config.optimizer.kind == "muon" else []
-    without_variance = sum(p.numel() for p in muon)  # Muon has momentum alone
+    without_variance = sum(p.numel() for p in muon)  # Muon stores only momentum
     held = {
         "parameters": count * width // shares[3],
         "master weights": count * 4 // shares[1] if stage else 0,
@@ -124,7 +126,7 @@ def _activations(
     """Return bytes without parameters: at the loss (activations, temporaries), the peak of forward
     and backward, and bytes on the host."""
     engine, num_tokens = config.engine, config.data.micro_batch_tokens
-    # torch has no grouped product of fake float32 tensors: count experts in bfloat16, times 2.
+    # torch has no grouped product of fake float32 tensors: count in bfloat16, and double it.
     in_half = engine.precision != "bf16" and num_experts(model.configuration) is not None
     dtype = torch.bfloat16 if engine.precision == "bf16" or in_half else None
     if dtype is not None and (engine.stage > 0 or in_half):
@@ -162,12 +164,12 @@ def loss_temporaries(chunk_tokens: int, vocab_size: int, width: int, *, half: bo
 
 
 def _forget(parameter: Tensor) -> None:
-    # DeepSpeed moves a gradient as soon as it exists.
+    # DeepSpeed moves a gradient to its own buffers as soon as it is computed.
     parameter.grad = None
 
 
 class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counter of live storages that operations create meanwhile: bytes now, and their peak."""
+    """Counter of the bytes of storages that operations create: alive now, and at the peak."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -208,7 +210,7 @@ class _Offloaded:
     num_bytes = 0
 
     def hooks(self) -> saved_tensors_hooks:
-        """Return hooks that count; torch calls the innermost hooks only."""
+        """Return hooks that count saved bytes; torch calls the innermost hooks only."""
         return saved_tensors_hooks(self._pack, lambda unpack: unpack())
 
     def _pack(self, tensor: Tensor) -> Callable[[], Tensor]:

@@ -56,7 +56,7 @@ class GPT2AlibiLMHeadModel(GPT2LMHeadModel):  # type: ignore[misc]
         inputs_embeds: Tensor | None = None,
         **arguments: Any,
     ) -> Any:
-        """As ``GPT2LMHeadModel.forward``; ``attention_mask`` is ``[B, keys]`` or None."""
+        """Run ``GPT2LMHeadModel.forward``; ``attention_mask`` is ``[B, keys]`` or None."""
         if self.config._attn_implementation != "megapack":
             rows = input_ids if input_ids is not None else inputs_embeds
             assert rows is not None, "one of input_ids and inputs_embeds is given"

@@ -1,9 +1,9 @@
 """Model of a run: an architecture from transformers, with megapack's attention and loss.
 
 ``open_model`` chooses the attention, checks the architecture and builds the model
-(``build_model``), with ZeRO-3 without ever holding it whole. ``tile_mlps`` computes the MLPs of
-long rows in chunks of tokens, by DeepSpeed's TiledMLP: the activations between an MLP's two
-projections are its widest; with chunks only those of one chunk exist at once, and the backward
+(``build_model``); with ZeRO-3, no rank ever holds the whole model. ``tile_mlps`` computes the MLPs
+of long rows in chunks of tokens, by DeepSpeed's TiledMLP: the activations between an MLP's two
+projections are its largest; with chunks only those of one chunk exist at once, and the backward
 recomputes them (Bekman et al., *Arctic Long Sequence Training*, 2025). The gradients of a weight
 over the chunks are added in the weight's dtype.
 
@@ -52,8 +52,8 @@ def num_chunks(num_tokens: int, chunk_tokens: int) -> int:
 def tile_mlps(layers: nn.ModuleList, chunk_tokens: int) -> None:
     """Compute the MLP of every layer in chunks of at most ``chunk_tokens`` tokens.
 
-    Raises ConfigError: an MLP does not consist of dense layers alone. In a mixture of experts a
-    chunk may not reach a weight, whose gradient would be lost; dropout would be drawn again.
+    Raises ConfigError if an MLP has other than dense layers. In a mixture of experts, a chunk may
+    use no weight of an expert, whose gradient would be lost; dropout would be drawn again.
     """
     for layer in layers:
         mlp = getattr(layer, "mlp", None)
@@ -132,7 +132,7 @@ def open_model(
 
     Raises:
         ConfigError: no attention supports the model, packed rows would train it wrongly, or its
-            MLPs cannot be cut.
+            MLPs cannot be computed in chunks.
     """
     dtype = compute_dtype(engine)
     choice = choose_backend(attention_needs(architecture, device, dtype), config.attention_backend)
@@ -160,7 +160,7 @@ def open_model(
 
 
 def compute_dtype(engine: EngineConfig) -> torch.dtype:
-    """Return the dtype of activations, which decides the attention backend."""
+    """Return the dtype of activations; the choice of the attention backend depends on it."""
     return torch.bfloat16 if engine.precision == "bf16" else torch.float32
 
 
@@ -168,7 +168,7 @@ def check_packed_rows(
     configuration: Any, *, backend: str, device: torch.device, dtype: torch.dtype
 ) -> None:
     """Check that packed rows train an architecture correctly (``check_architecture``). Raises
-    ConfigError: naming the architecture, the layer and the difference."""
+    ConfigError that names the architecture, the layer and the difference."""
     register_architectures()
     register(backend)
     check_architecture(
@@ -183,10 +183,10 @@ def check_packed_rows(
 
 
 def check_document_positions(configuration: Any, longest: int) -> None:
-    """Check that no document depends on longer ones of its row (``check_positions``).
+    """Check that no document depends on longer documents in its row (``check_positions``).
 
-    ``longest`` is the most positions of a document or of padding. Raises ConfigError, naming the
-    architecture, the field and its value.
+    ``longest``: largest number of positions of a document or of padding. Raises ConfigError that
+    names the architecture, the field and its value.
     """
     register_architectures()
     register("eager")
@@ -196,8 +196,9 @@ def check_document_positions(configuration: Any, longest: int) -> None:
 def check_slices(
     configuration: Any, *, backend: str, group: Any, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Check that an architecture learns from slices of samples (``check_sequence_parallel``).
-    Raises ConfigError: naming the architecture and the difference."""
+    """Check that slices of samples train an architecture correctly
+    (``check_sequence_parallel``). Raises ConfigError that names the architecture and the
+    difference."""
     check_sequence_parallel(
         configuration,
         backend=backend,
@@ -248,7 +249,7 @@ def build_model(
 
     Weights from scratch are a function of ``seed``, the architecture and the kind of device.
 
-    Raises ConfigError: the checkpoint does not fit the model (``check_checkpoint``).
+    Raises ConfigError if the checkpoint does not fit the model (``check_checkpoint``).
     """
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
@@ -287,22 +288,24 @@ def build_model(
     ).train()
 
 
-# From scratch, ZeRO-3 gives every rank a part of an undivided model of the same seed: every module
-# is created and initialized whole, on all ranks in the same order and from the same random numbers.
+# From scratch, ZeRO-3 divides the same weights as an undivided model has with the same seed: every
+# module is created and initialized whole, on all ranks in the same order and from the same random
+# numbers.
 
 
 @contextmanager
 def divided_by_zero_3(zero_3: Mapping[str, Any] | None, *, loaded: bool = False) -> Iterator[None]:
-    """Divide the modules of transformers that are created meanwhile among all ranks.
+    """Divide the transformers modules that the block creates among all ranks.
 
-    None divides nothing. ``loaded``: ``from_pretrained`` creates them; the first rank reads files.
+    ``zero_3`` None: divide nothing. ``loaded``: ``from_pretrained`` creates the modules; the
+    first rank reads the files.
     """
     if zero_3 is None:
         yield
     elif loaded:
         from transformers.integrations import HfDeepSpeedConfig  # noqa: PLC0415
 
-        # transformers sees the configuration as long as this object lives.
+        # transformers finds the configuration as long as this object exists.
         active = HfDeepSpeedConfig(dict(zero_3))
         yield
         del active
@@ -324,7 +327,7 @@ def _initialized_whole() -> Iterator[None]:
     original = PreTrainedModel._initialize_weights
 
     def initialize(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        # An initialization may also reach for the children's parameters, as GPT-2's does.
+        # An initialization may also change the children's parameters, as GPT-2's does.
         children = (m for m in module.children() if not isinstance(m, PreTrainedModel))
         reached = [p for m in (module, *children) for p in m.parameters(recurse=False)]
         with deepspeed.zero.GatheredParameters(reached, modifier_rank=0):
@@ -361,7 +364,7 @@ def _reporting(progress: Callable[[], object]) -> Iterator[None]:
 
 
 def _check_tied(model: Any, config: ModelConfig) -> None:
-    # Such a head would be trained apart from its embedding, and not be saved.
+    # Such a head would be trained separately from its embedding, but not saved.
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if model.config.tie_word_embeddings and head.weight is not embedding.weight:
         raise ConfigError(

@@ -37,7 +37,7 @@ class TrainingModel(nn.Module):
 
     Args:
         model: transformers model.
-        chunk_tokens: positions whose logits exist at once.
+        chunk_tokens: number of positions whose logits exist at once.
         fused_loss: compile the elementwise part of the loss.
         z_loss: coefficient of the z-loss (``linear_cross_entropy``).
         sequence_group: process group of the ranks that share long samples.
@@ -71,7 +71,7 @@ class TrainingModel(nn.Module):
 
     @property
     def num_parameters(self) -> int:
-        """Number of trained parameters, tied ones once, with those of all ZeRO-3 ranks."""
+        """Number of parameters, over all ranks of ZeRO-3; tied parameters count once."""
         return sum(math.prod(whole_shape(p)) for p in self.parameters())
 
     @property
@@ -138,11 +138,12 @@ class TrainingModel(nn.Module):
             scale: factor on the first result.
 
         Returns:
-            Three results, of which those of slices add up. First, ``scale`` times the training
-            loss, a scalar (in evaluation mode, the cross entropy alone). Second, the loss of every
-            position, ``[T]``, without a gradient (``linear_cross_entropy``). Third, the
-            load-balancing loss times the labels of the micro batch, a scalar without a gradient,
-            scale or coefficient; None without experts or in evaluation mode.
+            Three results; the scalars of all slices add up to those of the micro batch. First,
+            ``scale`` times the training loss, a scalar (in evaluation mode, the cross entropy
+            alone). Second, the loss of every position, ``[T]``, without a gradient
+            (``linear_cross_entropy``). Third, the load-balancing loss times the labels of the micro
+            batch, a scalar without a gradient, scale or coefficient; None without experts or in
+            evaluation mode.
         """
         segments = cu_seqlens, max_seqlen, sequence_parallel_size
         balancing = self.balancing if self.training else None
@@ -182,7 +183,7 @@ class TrainingModel(nn.Module):
         return loss + scale * balancing.coefficient * balance, losses, balance.detach()
 
     def cast(self, dtype: torch.dtype) -> TrainingModel:
-        """Cast parameters to ``dtype``; buffers (RoPE frequencies) keep theirs."""
+        """Cast parameters to ``dtype``; buffers (RoPE frequencies) keep their dtype."""
         for parameter in self.parameters():
             parameter.data = parameter.data.to(dtype)
             share = getattr(parameter, "ds_tensor", None)  # ZeRO-3
@@ -243,7 +244,7 @@ def on_device(batch: Batch, device: torch.device, config: EngineConfig) -> dict[
 
 
 def is_weighted(batch: Batch) -> bool:
-    """Return True if losses are weighted: then batches have the sum of the step's weights."""
+    """Return True if losses are weighted: batches then contain the sum of the step's weights."""
     return "step_label_weight" in batch
 
 

@@ -46,7 +46,7 @@ class StepWork:
     """Tokens and operations of one step."""
 
     tokens: int
-    """With padding."""
+    """All tokens, with padding."""
     useful_tokens: int
     """Tokens of documents that are not masked."""
     flops: float
@@ -83,7 +83,7 @@ class SourceLosses:
         self.samples, self.world = samples, world
         self.names = list(dict.fromkeys(samples.names))
         place = {name: i for i, name in enumerate(self.names)}
-        self._place = np.array([place[name] for name in samples.names])  # same name, same place
+        self._place = np.array([place[name] for name in samples.names])  # one per name
 
     def label_tokens(self, content: Step) -> dict[str, int]:
         """Return the label tokens of a step by source, over all ranks."""
@@ -94,8 +94,8 @@ class SourceLosses:
     def add_losses(self, lines: Sequence[dict[str, Any]], results: Sequence[StepResult]) -> None:
         """Set ``source_loss`` in lines with ``source_label_tokens``; collective.
 
-        The host sums sample by sample, so all devices give the same figures, and another number of
-        ranks changes them no more than the losses.
+        The sums over samples are computed on the host, so they do not depend on the device. The
+        number of ranks changes them no more than it changes the losses.
         """
         width = len(self.names)
         losses = torch.cat([result.sample_losses for result in results])
@@ -119,7 +119,7 @@ def mean_by_source(lines: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float,
     """Return source -> (mean loss over lines of ``log.jsonl``, label tokens of these losses).
 
     Sources with more label tokens come first. Lines without ``source_loss``, and losses that are
-    NaN or infinite, are left out.
+    NaN or infinite, are ignored.
     """
     sums: dict[str, float] = {}
     tokens: dict[str, int] = {}
@@ -134,7 +134,7 @@ def mean_by_source(lines: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float,
 
 
 def named_means(means: Mapping[str, tuple[float, int]]) -> str:
-    """Return `` (web 3.1, code 2.0)`` of the sources with the most label tokens."""
+    """Return text like `` (web 3.1, code 2.0)`` for the sources with the most label tokens."""
     shown = [f"{name} {loss:.4f}" for name, (loss, _) in list(means.items())[:_SHOWN]]
     if len(means) > _SHOWN:
         shown.append(f"{len(means) - _SHOWN} more")
@@ -149,10 +149,10 @@ class Monitor:
     """Collects steps and writes them. All ranks call ``step`` and ``flush``.
 
     ``loss`` is the mean over label tokens; ``load_balancing_loss`` of a mixture of experts is
-    separate from it, without its coefficient. With several sources, the log has a loss of each.
+    separate from it, without its coefficient. With several sources, the log has a loss for each.
 
     Args:
-        start: first step; TensorBoard removes older curves from there on.
+        start: first step; TensorBoard removes earlier curves from this step on.
         max_skipped: largest number of consecutive skipped updates (all ranks skip together).
         judge: called on all ranks with new lines, before a NaN loss ends the run; may raise.
     """
@@ -181,7 +181,7 @@ class Monitor:
         self.begin(start)
 
     def begin(self, start: int) -> None:
-        """Begin at a step; drop what is recorded and not written."""
+        """Start at a step; drop steps that are recorded but not written."""
         self.start = start
         self._skipped_in_a_row = self._skipped = 0
         self._lines: list[dict[str, Any]] = []
@@ -200,8 +200,8 @@ class Monitor:
         """Record a step, and write the log if it is due.
 
         ``line`` has ``step``, ``tokens_seen``, ``epoch``, ``lr``, ``data_wait`` (s), ``imbalance``,
-        ``padding``. Raises FloatingPointError: as ``flush``, or more than ``max_skipped``
-        consecutive updates were skipped.
+        ``padding``. Raises FloatingPointError if a loss is NaN or infinite, or if more than
+        ``max_skipped`` consecutive updates were skipped.
         """
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
@@ -243,8 +243,8 @@ class Monitor:
         )
 
     def flush(self) -> None:
-        """Write the recorded steps; collective. Raises FloatingPointError: a loss is NaN or
-        infinite; on all ranks."""
+        """Write the recorded steps; collective. Raises FloatingPointError on all ranks
+        if a loss is NaN or infinite."""
         if not self._lines:
             return
         values = _means([r.loss_sum for r in self._results], self._results)
@@ -254,7 +254,7 @@ class Monitor:
                 line["load_balancing_loss"] = _finite(mean)
         if self._sources is not None:
             self._sources.add_losses(self._lines, self._results)
-        # Without the first step, which compiles.
+        # Exclude the first step, which compiles.
         counted = [i for i, line in enumerate(self._lines) if line["step"] > self.start]
         times = self._times_of_ranks(
             sum(self._results[i].forward.seconds() for i in counted),
@@ -374,8 +374,8 @@ class Monitor:
 
 
 def _means(sums: list[torch.Tensor], results: list[StepResult]) -> list[float]:
-    """Return the means over the label tokens of each step, nan for a step without, from one sum per
-    step on every rank's device; collective."""
+    """Return the mean per label token of each step (nan for a step without labels), from one sum
+    per step on every rank's device; collective."""
     totals = torch.stack(sums).to(torch.float64)
     dist.all_reduce(totals)
     weights = (r.label_weight or math.nan for r in results)

@@ -1,8 +1,8 @@
 """Signals that stop all ranks after the same step; traces of a few steps.
 
-Launchers signal single ranks, and a rank that stopped alone would leave the others waiting.
+Launchers may signal only some ranks, but the others would wait for a rank that stops alone.
 ``StopSignals`` records a signal; ``Agreement`` shares it with all ranks, by an all-reduce of a few
-bytes on the CPU that starts at one step and is read at the next, so that nothing waits for it.
+bytes on the CPU that starts at one step and is read at the next, so that no step waits for it.
 ``StepProfiler`` runs torch's profiler over steps chosen at the start or by a signal.
 """
 
@@ -77,7 +77,7 @@ class Agreement:
         return answers
 
 
-ON_SIGNAL = 5  # steps
+ON_SIGNAL = 5  # steps traced after SIGUSR2
 
 
 class StepProfiler:

@@ -13,15 +13,15 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-MAX_FORWARD = 1.2  # slowest rank over the median
-MAX_DATA_WAIT = 0.05  # share of the time, on any rank
+MAX_FORWARD = 1.2  # forward time of the slowest rank over the median
+MAX_DATA_WAIT = 0.05  # share of the time that any rank waits
 MAX_IMBALANCE = 1.3
 MAX_PADDING = 0.1
 logger = logging.getLogger("megapack")
 
 
 class Slowdown(NamedTuple):
-    """Figure of some steps, with its limit."""
+    """Figure computed from some steps, with its limit."""
 
     what: str
     value: float
@@ -35,7 +35,7 @@ class Slowdown(NamedTuple):
 
 
 def slowdowns(lines: Sequence[Mapping[str, Any]]) -> list[Slowdown]:
-    """Return four figures of log lines; the last has ``rank_forward`` and ``rank_data_wait``."""
+    """Return four figures; the last line must have ``rank_forward`` and ``rank_data_wait``."""
     # Steps end together on all ranks, so step times do not show a slow rank. The forward contains
     # no collective (except under ZeRO-3), and each rank waits for its own batches: compare these.
     forward, wait = lines[-1]["rank_forward"], lines[-1]["rank_data_wait"]
@@ -84,7 +84,7 @@ class Slowdowns:
         self._passed: set[str] = set()
 
     def look(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Check lines of the log, as ``slowdowns`` takes them."""
+        """Check lines of the log (see ``slowdowns``)."""
         for slowdown in slowdowns(lines):
             if slowdown.passes and slowdown.what not in self._passed:
                 logger.warning("%s: %s", slowdown.what, slowdown.sentence)
