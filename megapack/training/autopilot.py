@@ -38,7 +38,7 @@ Line = Mapping[str, Any]  # line of log.jsonl
 # ---- Spikes --------------------------------------------------------------------------------------
 
 FEWEST = 16  # values that a band needs before it can detect outliers
-HORIZON = 32  # bands forget values older than this many windows (buckets that are rarely drawn)
+HORIZON = 32  # bands forget values that are older than this many windows of steps
 MAD = 1.4826  # standard deviation of a normal distribution / its median absolute deviation
 _LEAST = {"loss": 0.02, "grad_norm": 0.1}  # smallest spread of a band, relative to its median
 
@@ -68,7 +68,7 @@ class SpikeWatch:
     The losses of each bucket and of each source have their own band, since their levels differ;
     gradient norms are compared by their logarithms. Outliers do not enter the band. A spike is
     confirmed when one signal has ``confirm`` outliers within twice as many steps (the steps between
-    may be of other buckets); a loss that is NaN or infinite is a spike at once.
+    may have other buckets); a loss that is NaN or infinite is a spike at once.
     """
 
     def __init__(self, config: AutopilotConfig) -> None:

@@ -43,7 +43,7 @@ class Curve:
     perplexity: Floats
 
     def average(self, begin: float, end: float) -> float:
-        """Return the mean perplexity of epochs ``[begin, end)``, weighted by the overlap."""
+        """Return the mean perplexity of epochs ``[begin, end)``; steps are weighted by overlap."""
         inside = np.minimum(self.epoch[1:], end) - np.maximum(self.epoch[:-1], begin)
         inside = np.maximum(inside, 0.0)
         if inside.sum() <= 0:

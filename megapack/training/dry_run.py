@@ -58,7 +58,7 @@ def dry_run(
         show_config: append the resolved configuration.
 
     Raises:
-        ConfigError: any error that would stop the run at its start.
+        ConfigError, ResumeError: an error that would stop the run at its start.
         FormatError, OSError: a file is damaged or cannot be read.
     """
     ranks, run = world_size, RunDirectory(config.run_dir)
@@ -189,7 +189,7 @@ def _stage(
 
 
 def _mix(stage: StageDraws, micro_steps: int, tokens: int) -> str:
-    """Return a line about the buckets of a step, and about the other setting of ``mix``.
+    """Return a line about the buckets of a step, and what the other value of ``mix`` would change.
 
     ``tokens``: tokens per micro step, over all ranks.
     """

@@ -5,8 +5,8 @@
     torchrun --nproc-per-node 8 -m megapack.training.export runs/a
 
 The export contains the tokenizer and the end-of-document token, as at the end of training. One
-process is enough if it can hold the model and its optimizer state; more ranks share these. The run
-may continue meanwhile.
+process is enough if it can hold the model and its optimizer state; several ranks divide these. The
+run may continue during the export.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ def start(config: PretrainConfig, num_ranks: int, profile: range | None) -> int:
 def check_start(
     config: PretrainConfig, run: RunDirectory, num_ranks: int, profile: range | None = None
 ) -> tuple[Inputs, Any, Any]:
-    """Open the inputs of a run and check that they fit together, without other ranks.
+    """Open the inputs of a run and check that they fit together, before ranks connect.
 
     Returns the inputs, the transformers configuration of the model, and the tokenizer.
     """
@@ -154,7 +154,7 @@ def check_branch(origin: Path, mirror: str | None) -> None:
 
 
 def check_mixing(config: PretrainConfig, inputs: Inputs) -> None:
-    """Raise ConfigError if the mixing rule does not exist or has too few sources to weight."""
+    """Raise ConfigError unless the mixing rule exists and the blend has two sources or more."""
     rule, names = config.mixing.rule, inputs.schedule.samples.names
     if rule is None:
         return

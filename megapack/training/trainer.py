@@ -151,7 +151,7 @@ class Trainer:
         self.profiler = StepProfiler(run.profile, world, profile)
         self.to_probe = config.model.probe and config.engine.sequence_parallel_size == 1
         self.agreement = Agreement(world.group)
-        self.saved = self.begun = start  # last step whose checkpoint is complete; is started
+        self.saved = self.begun = start  # last step with a complete checkpoint; with a started one
         self.batches = TimedBatches(())
         self.resume(inputs, start)
 
@@ -468,7 +468,7 @@ class Trainer:
 
     @property
     def next_rate(self) -> float | None:
-        """Learning rate of the next step; None: the run is complete."""
+        """Learning rate of the next step; None if the run is complete."""
         if self.done >= self.inputs.num_steps:
             return None
         config, num_steps = self.config, self.inputs.num_steps

@@ -57,7 +57,7 @@ class WrittenFiles:
     """Files of a checkpoint that this rank writes.
 
     Attributes:
-        progress: progress of this rank, also while it waits for files.
+        progress: progress of this rank, updated while it waits for files.
         files: relative name -> size and checksum. The manifest is made from these, because listing
             a shared directory may miss files of other nodes.
         problem: the first failure, after which nothing more is written.

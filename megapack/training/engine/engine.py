@@ -252,7 +252,7 @@ def train_step(
 
 
 def _sum_by_sample(losses: Tensor, batch: Batch) -> Tensor:
-    """Return the summed loss of each sample, from losses (T,); a slice has only part of it."""
+    """Return (samples,) sums of the losses (T,); a slice yields its part of every sample."""
     if (shared := batch.get("sequence_parallel_size", 1)) > 1:
         whole = losses.new_zeros(shared, len(losses))
         whole[batch["sequence_parallel_rank"]] = losses

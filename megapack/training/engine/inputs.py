@@ -98,7 +98,7 @@ def open_inputs(config: PretrainConfig, decided: Decisions | None = None) -> Inp
 
     Raises:
         ConfigError: sizes do not fit, the vocabulary is unknown, or a file does not exist.
-        IndexMismatchError: an index belongs to other documents.
+        IndexMismatchError: an index belongs to different documents.
         FormatError, OSError: a file is damaged or cannot be read.
     """
     try:
@@ -385,7 +385,7 @@ def run_record(
     """Return everything that determines a run, except the order of its samples; JSON.
 
     Keys of the model and the data are replaced by their values: fields of the transformers
-    configuration, the attention backend (None: not known yet, and not compared), digests of the
+    configuration, the attention backend (None: not known yet, so not compared), digests of the
     tokenizer and of the data's bytes. ``megapack.data.resume`` compares the order of samples.
     """
     record = {

@@ -59,7 +59,7 @@ class Mirror:
 
     Args:
         address: address of the store.
-        progress: progress of this rank, also while it waits for files; None: ignored.
+        progress: progress of this rank, updated while it waits for files; None: ignored.
     """
 
     def __init__(self, address: str, progress: RankProgress | None = None) -> None:

@@ -106,6 +106,6 @@ def whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
 
 
 def num_experts(configuration: Any) -> int | None:
-    """Return the routed experts per layer of a transformers configuration; None: no experts."""
+    """Return the routed experts per layer of a transformers configuration; None if it has none."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     return next((n for n in (getattr(configuration, x, None) for x in names) if n), None)

@@ -52,8 +52,8 @@ def num_chunks(num_tokens: int, chunk_tokens: int) -> int:
 def tile_mlps(layers: nn.ModuleList, chunk_tokens: int) -> None:
     """Compute the MLP of every layer in chunks of at most ``chunk_tokens`` tokens.
 
-    Raises ConfigError if an MLP has other than dense layers. In a mixture of experts, a chunk may
-    use no weight of an expert, whose gradient would be lost; dropout would be drawn again.
+    Raises ConfigError if an MLP contains anything but dense layers. In a mixture of experts, a
+    chunk may not use every expert, and gradients would be lost; dropout would be drawn again.
     """
     for layer in layers:
         mlp = getattr(layer, "mlp", None)

@@ -1,4 +1,4 @@
-"""Module that DeepSpeed wraps: takes one stream of tokens, returns its losses and their scaled sum.
+"""Module that DeepSpeed wraps: computes the losses of a stream of tokens and their scaled sum.
 
 The scaled sum is the architecture's training loss, ``model(labels=...).loss`` of transformers,
 times the labels of the stream, with the load-balancing loss if the architecture has one
@@ -33,7 +33,7 @@ Saving: TypeAlias = Callable[[], saved_tensors_hooks]
 
 
 class TrainingModel(nn.Module):
-    """Causal language model that takes one stream of tokens and returns its losses.
+    """Causal language model that computes the losses of one stream of tokens.
 
     Args:
         model: transformers model.

@@ -83,8 +83,8 @@ ON_SIGNAL = 5  # steps traced after SIGUSR2
 class StepProfiler:
     """Traces of steps: ``<directory>/step_00000100_rank_00000.json.gz``.
 
-    One rank per node traces ``steps``; a rank that gets SIGUSR2 traces its next five. No method is
-    collective. Chrome's about:tracing and Perfetto show the files.
+    One rank per node traces ``steps``; a rank that gets SIGUSR2 traces its next five steps. No
+    method is collective. Chrome's about:tracing and Perfetto show the files.
     """
 
     def __init__(self, directory: Path, world: World, steps: range | None) -> None:
