@@ -3,7 +3,7 @@
 ``read_curve`` and ``standings`` compare runs, ``plot_curves`` and ``plot_contexts`` plot them
 (``megapack-build report`` makes a page of one run). As in the atom-size paper, A.6, the last epoch
 is divided into 100 ranges of 0.01 epoch; in each, every run has an average perplexity and a rank.
-Runs are ranked by their mean rank; the final perplexity is that of the last range. Runs are
+Runs are ranked by their mean rank; the final perplexity is that of the last range. They are
 compared by epoch, not by step, because padding changes the number of steps per epoch.
 
     a = Curve(np.array([0.0, 0.5, 1.0]), np.array([10.0, 40.0]))  # two steps, one epoch

@@ -179,10 +179,10 @@ def start_engine(model: TrainingModel, config: PretrainConfig, world: World) -> 
 
 
 def clip_and_skip(optimizer: torch.optim.Optimizer, clip: float) -> None:
-    """Make an optimizer clip gradients and skip non-finite ones, as DeepSpeed's ZeRO optimizers do.
+    """Make an optimizer clip gradients, and skip updates whose gradient is not finite.
 
-    Without ZeRO, DeepSpeed only reads ``overflow`` and ``_global_grad_norm`` of the optimizer.
-    ``clip`` 0 disables clipping.
+    DeepSpeed's ZeRO optimizers do both. Without ZeRO, DeepSpeed only reads ``overflow`` and
+    ``_global_grad_norm`` of the optimizer. ``clip`` 0 disables clipping.
     """
     patched: Any = optimizer
     update = optimizer.step
@@ -330,7 +330,7 @@ class WeightAverage:
 
     @contextmanager
     def in_model(self) -> Iterator[None]:
-        """Replace the model's weights by the average, and restore them afterwards."""
+        """Replace the model's weights with the average, and restore them afterwards."""
         weights = master_pieces(self._engine)
         if self._stage == 0:  # these are views of the model's weights: copy them
             weights = {name: (begin, piece.clone()) for name, (begin, piece) in weights.items()}

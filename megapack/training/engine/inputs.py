@@ -146,7 +146,7 @@ def vocabulary_size(config: PretrainConfig, run: PlannedRun) -> int:
 
 
 def verify_samples(inputs: Inputs, world: World) -> None:
-    """Check the checksums of every .samples file, once per host; collective.
+    """Verify the checksums of every .samples file, once per host; collective.
 
     Shards are compared with their manifest later, when the first sample is drawn from them.
 
@@ -312,7 +312,7 @@ def steps_from_lengths(
 
 
 def read_lengths(source: str, seed: int) -> NDArray[Any]:
-    """Return numbers of tokens per document, from a .npy file of integers or random.
+    """Return the lengths of documents in tokens: from a .npy file of integers, or random.
 
     ``lognormal:MEAN,MEDIAN,DOCUMENTS`` draws them (FineWeb-Edu: mean 999, median 603).
 

@@ -138,7 +138,7 @@ class Mirror:
             names = (
                 [] if manifest is None else list(_fetch(manifest, tag, Path(folder) / "m").files)
             )
-        remove_object(url)  # first: a partly removed checkpoint does not count
+        remove_object(url)  # first, so that a partly removed checkpoint does not count
         for name in names:
             remove_object(f"{self.address}/{tag}/{name}")
 

@@ -53,7 +53,7 @@ def tile_mlps(layers: nn.ModuleList, chunk_tokens: int) -> None:
     """Compute the MLP of every layer in chunks of at most ``chunk_tokens`` tokens.
 
     Raises ConfigError if an MLP contains anything but dense layers. In a mixture of experts, a
-    chunk may not use every expert, and gradients would be lost; dropout would be drawn again.
+    chunk may leave an expert unused, whose gradient would be lost; dropout would be drawn again.
     """
     for layer in layers:
         mlp = getattr(layer, "mlp", None)

@@ -83,7 +83,7 @@ class SourceLosses:
         self.samples, self.world = samples, world
         self.names = list(dict.fromkeys(samples.names))
         place = {name: i for i, name in enumerate(self.names)}
-        self._place = np.array([place[name] for name in samples.names])  # one per name
+        self._place = np.array([place[name] for name in samples.names])  # one place per name
 
     def label_tokens(self, content: Step) -> dict[str, int]:
         """Return the label tokens of a step by source, over all ranks."""

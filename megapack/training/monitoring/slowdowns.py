@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 MAX_FORWARD = 1.2  # forward time of the slowest rank over the median
-MAX_DATA_WAIT = 0.05  # share of the time that any rank waits
+MAX_DATA_WAIT = 0.05  # share of the time that a rank waits for batches
 MAX_IMBALANCE = 1.3
 MAX_PADDING = 0.1
 logger = logging.getLogger("megapack")
