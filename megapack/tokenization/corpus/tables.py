@@ -1,10 +1,10 @@
 """Documents of parquet and Arrow files: a column of strings, or of lists of messages.
 
-Both formats are tables in consecutive groups of rows: the row groups of parquet, the record batches
-of Arrow (its file format and its stream format). A piece is a range of groups.
+Both formats divide a table into consecutive groups of rows: parquet into row groups, Arrow (file
+format and stream format) into record batches. A piece is a range of groups.
 
-- open_table: a file as a Table: bytes and rows of its groups
-- read_table: the documents of a piece, block by block
+- open_table: open a file as a Table, which returns the sizes and the rows of its groups
+- read_table: yield the documents of a piece, block by block
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ from megapack.tokenization.corpus.inputs import ARROW_FILE, InputFile, Piece, re
 _TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
 _LIST_TYPES = ("list<", "large_list<", "list_view<", "large_list_view<", "fixed_size_list<", "null")
 _END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
-_SHOWN = 8  # columns in a message about a missing column
+_SHOWN = 8  # columns that a message about a missing column lists
 
 
 class Table(Protocol):
     """A file of rows in groups."""
 
-    schema: Any  # of pyarrow
+    schema: Any  # pyarrow.Schema
 
     def group_bytes(self, key: str) -> list[int]:
-        """Return the approximate uncompressed bytes of a column in every group."""
+        """Return the approximate uncompressed bytes of a column, one number per group."""
 
     def batches(
         self, begin: int, end: int, columns: Sequence[str], block_bytes: int
     ) -> Iterator[tuple[int, Any]]:
-        """Yield the rows of groups ``[begin, end)``, about ``block_bytes`` at a time: the index of
-        the first row in the file, and a record batch of the columns (``a.b`` is field b of a
-        struct).
+        """Yield the rows of groups ``[begin, end)`` in parts of about ``block_bytes``: the index of
+        the part's first row in the file, and a record batch of the columns (``a.b`` is field b of
+        struct a).
         """
 
 
@@ -160,7 +160,7 @@ class _Arrow:
         if not self._is_file:
             size = self._data.size()
             end = self._data.read_at(len(_END_OF_STREAM), max(0, size - len(_END_OF_STREAM)))
-            if end != _END_OF_STREAM:  # a reader would accept the truncated file
+            if end != _END_OF_STREAM:  # pyarrow would accept the truncated file
                 raise pyarrow.ArrowInvalid("it is truncated: its stream has no end")
         self.schema = self._open().schema
 
@@ -195,7 +195,7 @@ class _Arrow:
 
 
 def _fields(schema: Any) -> dict[str, Any]:
-    """Return columns by name; fields of structs are nested."""
+    """Return the columns by name: None, or for a struct its fields in the same form."""
     is_struct = require("pyarrow", "reading a table").types.is_struct
     return {f.name: _fields(f.type) if is_struct(f.type) else None for f in schema}
 
@@ -203,7 +203,7 @@ def _fields(schema: Any) -> dict[str, Any]:
 def _column_path(
     schema: Any, fields: dict[str, Any], key: str, option: str, path: str
 ) -> list[str]:
-    """Return the names of the structs that contain a column, then its own."""
+    """Return the path of a column: the names of the structs that contain it, then its own name."""
     names = key_path(fields, key)
     if names is None:
         known = ", ".join(key_names(fields)[:_SHOWN])
@@ -238,7 +238,7 @@ def _as_json(column: Any) -> list[str]:
 
 
 def _chats(column: Any, extra: dict[str, list[str]], key: str, path: str) -> Any:
-    """Return conversations as JSON, as in .jsonl; null if a row has none."""
+    """Return conversations as JSON, as .jsonl files contain it; null for rows without one."""
     pyarrow = require("pyarrow", f"reading {path}")
     if not str(column.type).startswith(_LIST_TYPES):
         raise DataError(
@@ -252,7 +252,7 @@ def _chats(column: Any, extra: dict[str, list[str]], key: str, path: str) -> Any
 def _arrow_text(
     array: Any, key: str, path: str
 ) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.bool_]]:
-    """Return (text, offsets, missing) of an arrow array; text is a view if possible."""
+    """Return (text, offsets, missing) of an Arrow array; text shares its memory if possible."""
     pyarrow = require("pyarrow", f"reading {path}")
     if str(array.type) not in (*_TEXT_TYPES, "null"):  # null: no row has a value
         raise DataError(f"{path}: column {key!r} has type {array.type}; it must have strings")
@@ -269,7 +269,7 @@ def _arrow_text(
 
 
 def _hashes(column: Any) -> tuple[NDArray[np.uint64], NDArray[np.bool_]]:
-    """Return hashes of values, equal to those of .jsonl, and a mask of rows without a scalar."""
+    """Return the hash of each value, equal to .jsonl's, and a mask of rows without a scalar."""
     values = column.to_pylist()
     missing = np.array([v is None or isinstance(v, list | dict) for v in values], np.bool_)
     texts = [str(v).lower() if isinstance(v, bool) else v for v in values]

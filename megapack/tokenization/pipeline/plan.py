@@ -1,15 +1,15 @@
-"""The options of a build, and all decisions that follow from them, made before its first shard.
+"""Options of a build, and all decisions that follow from them, made before the first shard.
 
-- BuildConfig: the options; each is checked at once
+- BuildConfig: the options, checked when the object is created
 - make_plan: decides everything that a BuildConfig leaves open
 - Plan: the decisions, equal on every worker and machine. Its digest covers everything that affects
-  an id or a byte: builds of one digest make equal shards; shards of two digests are never joined
-- differences: readable changes from one plan to another
+  an output byte: builds with one digest make equal shards; shards of two digests are never joined
+- differences: readable changes between two plans
 
     config = BuildConfig(inputs=("x.jsonl",), tokenizer="bytes", output_prefix="out")
     plan = make_plan(config, find_inputs(config.inputs), note=print)
     plan.dtype, plan.backend, plan.shard_bytes       # -> ("uint16", "bytes", 1048576)
-    plan.digest                                      # -> names <output_prefix>.build/<digest>/
+    plan.digest                                      # -> directory <output_prefix>.build/<digest>/
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from megapack.tokenization.tokenizers.tokenizer import (
     library_versions,
 )
 
-# Fields that affect who does the work and where the files are, not the result.
+# Fields that affect how a build runs and where its files are, not their content.
 _EXECUTION = frozenset(
     ("output_prefix", "workers", "executor", "ray_address", "part", "finish", "block_bytes")
     + ("worker_memory", "keep_shards", "overwrite")
 )
-# Fields whose option has another name.
+# Fields whose option has a different name: field -> option.
 OPTIONS = {"inputs": "input", "suffixes": "suffix"}
 
 
 def ending_of(name: str) -> str:
-    """Return the suffix of a stream or prefix of labels, weights or groups; "" for tokens."""
+    """Return the suffix of a stream or prefix: that of labels, weights or groups, "" for tokens."""
     return next((end for end in BESIDE if name.endswith(end)), "")
 
 
@@ -66,13 +66,13 @@ class BuildConfig:
 
     # Input.
     inputs: tuple[str, ...]
-    suffixes: tuple[str, ...] = ()  # of files in directories; (): all known data suffixes
+    suffixes: tuple[str, ...] = ()  # to read in directories; (): all known data suffixes
     format: Format | None = None  # None: by suffix
-    json_key: str = "text"  # also the column of a table
+    json_key: str = "text"  # key of the text, or column of a table
     messages_key: str | None = None  # replaces json_key: documents are conversations
     weights_key: str | None = None  # loss weights of a text's tokens
     group_key: str | None = None  # documents with equal values form a group
-    max_input_bytes: int | None = None  # whole files only
+    max_input_bytes: int | None = None  # read whole files up to this total
     max_document_bytes: int = 1 << 30
     on_error: OnError = "fail"
     min_words: int | None = None
@@ -90,7 +90,7 @@ class BuildConfig:
     dtype: Literal["auto", "uint16", "int32"] = "auto"
     chat_format: Literal["template", "headers"] = "template"
     chat_loss: ChatLoss | None = None  # None: content with a template, turn with headers
-    tools_key: str = "tools"  # of a conversation; "": ignore tools
+    tools_key: str = "tools"  # key of a conversation's tools; "": ignore tools
     template_variables: tuple[str, ...] = ()  # NAME (a key of documents), NAME=JSON or NAME= (none)
 
     # Output.
@@ -114,7 +114,7 @@ class BuildConfig:
 
     def __post_init__(self) -> None:
         require_utf8(self.output_prefix)
-        # PREFIX.bin or .idx, as a shell completes it, names the same dataset everywhere.
+        # Every command accepts PREFIX.bin or PREFIX.idx, as a shell completes it, for PREFIX.
         object.__setattr__(self, "output_prefix", prefix_of(self.output_prefix))
         check_range("tokenize", at_least=1, workers=self.workers)
         check_range("tokenize", at_least=0, min_words=self.min_words, max_words=self.max_words)
@@ -217,34 +217,34 @@ class BuildConfig:
         return shlex.join(words)
 
 
-# Megatron's rule: every host of the .bin/.idx format reads vocabularies below this as uint16.
+# Megatron's limit: hosts of the .bin/.idx format expect uint16 ids for smaller vocabularies.
 _UINT16_VOCABULARY = 65500
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """All decisions of a build. Small: it is sent to every worker."""
+    """All decisions of a build. It is small, because every worker receives a copy."""
 
     config: BuildConfig
     inputs: tuple[InputFile, ...]
     read: ReadOptions
     tokenizer: TokenizerFiles
     backend: str
-    libraries: Mapping[str, str]  # package -> version, of packages that determine the ids
-    bos: SpecialToken | None  # before every document
-    eod: SpecialToken | None  # after every document
+    libraries: Mapping[str, str]  # packages that determine the ids: name -> version
+    bos: SpecialToken | None  # added before every document
+    eod: SpecialToken | None  # added after every document
     dtype: str  # "uint16" or "int32"
     chat_format: str | None  # None: documents are text
     chat_loss: ChatLoss | None
     shard_bytes: int
-    shards: tuple[Shard, ...]  # follow from ``inputs`` and ``shard_bytes``
+    shards: tuple[Shard, ...]  # determined by ``inputs`` and ``shard_bytes``
 
     @functools.cached_property
     def digest(self) -> str:
-        """xxh3-128 of everything that affects an id or a byte.
+        """xxh3-128 of everything that affects an output byte.
 
-        Excludes ``on_error``: a shard without faults is equal either way, and the record of a shard
-        with faults says so.
+        It excludes ``on_error``, which does not change shards without faults; the record of a shard
+        lists its faults.
         """
         tree = self.tree()
         del tree["on_error"]
@@ -252,18 +252,18 @@ class Plan:
         return xxhash.xxh3_128_hexdigest(json.dumps(tree, sort_keys=True).encode())
 
     def tree(self) -> dict[str, Any]:
-        """Return the plan as JSON; equal for equal plans."""
-        # The plan calls them "beside".
+        """Return the plan as a JSON value; equal plans have equal values."""
+        # The JSON of a plan calls the extra keys "beside".
         read = {
             "beside" if name == "extra_keys" else name: value
             for name, value in dataclasses.asdict(self.read).items()
         }
         del read["block_bytes"]  # affects memory only
-        if read["group_key"] is None:  # plans without one keep their digest
+        if read["group_key"] is None:  # keeps the digest of plans from before this option
             del read["group_key"]
         read["beside"] = [list(pair) for pair in self.read.extra_keys]
         if self.read.weights_key is None:
-            del read["weights_key"]  # plans without one keep their digest
+            del read["weights_key"]  # keeps the digest of plans from before this option
         config = self.config
         return {
             "inputs": [
@@ -292,7 +292,7 @@ class Plan:
         }
 
     def num_bytes(self, indices: Iterable[int]) -> int:
-        """Return the approximate bytes of text in some shards."""
+        """Return the approximate bytes of text in the shards with these indices."""
         return sum(self.shards[index].num_bytes for index in indices)
 
     @property
@@ -320,12 +320,12 @@ class Plan:
 
     @property
     def streams(self) -> tuple[str, ...]:
-        """Suffixes of the prefixes of a shard's datasets: one, or one per split."""
+        """Suffixes added to a shard's prefix: one per split if `split_while_writing`, else ""."""
         return tuple(f"_{name}" for name in SPLIT_NAMES) if self.split_while_writing else ("",)
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """Suffixes of the datasets of each stream: tokens, and labels, weights, groups if any."""
+        """Suffixes of each stream's datasets: "" for tokens; labels, weights, groups if any."""
         there = {
             LABELS: self.has_labels,
             WEIGHTS: self.read.weights_key is not None,
@@ -360,8 +360,8 @@ class Plan:
         return {"dtype": self.dtype, "vocab_size": vocab_size, "metadata": metadata}
 
     def check_machine(self) -> None:
-        """Check that this machine gives the planned ids. Raises ConfigError, with the difference,
-        if its tokenizer files or libraries differ.
+        """Check that this machine encodes text to the planned ids. Raises ConfigError, which lists
+        the differences, if its tokenizer files or libraries differ.
         """
         installed = {
             "tokenizer": TokenizerFiles.open(self.tokenizer.name).identity(),
@@ -380,7 +380,7 @@ def make_plan(config: BuildConfig, inputs: list[InputFile], note: Callable[[str]
     """Decide everything that ``config`` leaves open.
 
     Args:
-        note: receives a sentence for every decision that a user may not expect.
+        note: called with one sentence for every decision that a user may not expect.
 
     Raises:
         ConfigError: unknown tokenizer, special token or backend.
@@ -425,7 +425,7 @@ def make_plan(config: BuildConfig, inputs: list[InputFile], note: Callable[[str]
     _require_keys(config, inputs)
     backend = config.backend
     if backend == "auto" and (config.weights_key is not None or chat_format == "template"):
-        backend = BACKENDS[tokenizer.kind][0]  # it reports the characters of a token
+        backend = BACKENDS[tokenizer.kind][0]  # gigatoken cannot report the characters of a token
     backend = choose_backend(tokenizer, backend, shards, read, note)
     _note_missing_keys(read, shards, note)
     dtype = config.dtype
@@ -466,7 +466,7 @@ def _note_framing(
 
 
 def _require_keys(config: BuildConfig, inputs: Iterable[InputFile]) -> None:
-    """Raise ConfigError if options name keys of documents but a file is one document."""
+    """Raise ConfigError if options name keys of documents but an input is plain text."""
     whole = next((file.path for file in inputs if file.format == "text"), None)
     for name in ("messages_key", "weights_key", "group_key", "split_key"):
         if whole is not None and getattr(config, name) is not None:
@@ -480,7 +480,7 @@ def _require_keys(config: BuildConfig, inputs: Iterable[InputFile]) -> None:
 def _note_missing_keys(
     read: ReadOptions, shards: Sequence[Shard], note: Callable[[str], None]
 ) -> None:
-    """Report an optional key that no document of a sample has: it may be misspelled."""
+    """Report an optional key that no sampled document has, because it may be misspelled."""
     if read.weights_key is None and read.group_key is None:
         return
     blocks = sample_blocks(shards, read)
@@ -495,7 +495,7 @@ def _note_missing_keys(
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Return the changes from one plan's tree to another's, one readable line each."""
+    """Return the changes between the trees of two plans, one readable line each."""
     lines = []
     for key in sorted(new):
         before, now = old.get(key), new[key]

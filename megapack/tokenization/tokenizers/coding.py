@@ -1,7 +1,7 @@
-"""Blocks of documents -> stored tokens, and labels if some tokens carry no loss.
+"""Turn blocks of documents into tokens to store, and labels if some tokens carry no loss.
 
-- Frame: tokens around a document, stored dtype; Coded: documents ready to be stored
-- TextCoder: plain text; read_weights: loss weights that a document gives for its tokens
+- Frame: ids added around each document, stored dtype; Coded: documents ready to be stored
+- TextCoder: plain text; read_weights: parse the loss weights of a document's tokens
 - ChatCoder: conversations, tokenized by HeaderChats (role headers) or TemplateChats
   (template_chats.py)
 
@@ -9,8 +9,8 @@
     coder.code(TextBlock.of_texts(["a", "bc"]), Faults())
     # -> tokens [257, 97, 256, 257, 98, 99, 256], offsets [0, 3, 7], labels None
 
-Labels are aligned with the tokens, not shifted: the token's id if it carries loss, else -100, as in
-GPT-NeoX's label files.
+Labels are aligned with the tokens, not shifted. A label is the token's id if it carries loss, else
+-100, as in GPT-NeoX's label files.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ NO_LOSS = -100
 class Coded(NamedTuple):
     """Documents ready to be stored."""
 
-    tokens: NDArray[Any]  # of the stored dtype
-    offsets: NDArray[np.int64]  # (documents + 1)
+    tokens: NDArray[Any]  # in the stored dtype
+    offsets: NDArray[np.int64]  # shape (documents + 1,)
     labels: NDArray[np.int32] | None  # aligned with tokens; None: all tokens carry loss
-    kept: NDArray[np.bool_]  # per document of the block: it is among these
-    weights: NDArray[np.float64] | None = None  # loss weights, aligned with tokens; None: 1
+    kept: NDArray[np.bool_]  # per document of the block: True if it is among these
+    weights: NDArray[np.float64] | None = None  # loss weights, aligned with tokens; None: all 1
     controls: Mapping[int, int] = {}  # special tokens in the texts: id -> count
 
 
@@ -80,7 +80,7 @@ class Frame(NamedTuple):
         return tokens, framed
 
 
-# Turns a block of documents into tokens. Records and drops documents without tokens.
+# Turns a block of documents into tokens. Drops documents without tokens and records them as faults.
 Coder = Callable[[TextBlock, Faults], Coded]
 
 
@@ -89,8 +89,9 @@ class TextCoder:
     """Tokenizes plain text.
 
     Args:
-        controls: ids of special tokens to count.
-        reference: encodes ``verify_fraction`` of the documents again; a difference is a DataError.
+        controls: ids of the special tokens to count.
+        reference: encodes ``verify_fraction`` of the documents again; ``code`` raises DataError if
+            the ids differ.
     """
 
     encoder: Encoder
@@ -124,7 +125,7 @@ class TextCoder:
     def _encode(
         self, block: TextBlock, faults: Faults
     ) -> tuple[NDArray[Any], NDArray[np.int64], NDArray[np.bool_]]:
-        """Return ids and offsets of all documents, and a mask of those that failed (no ids)."""
+        """Return ids and offsets of all documents, and a mask of failed ones, which have no ids."""
         failed = np.zeros(len(block), np.bool_)
         try:
             return (*self.encoder.encode(block), failed)
@@ -149,7 +150,7 @@ class TextCoder:
         self, block: TextBlock, ids: NDArray[Any], offsets: NDArray[np.int64], faults: Faults
     ) -> tuple[NDArray[np.bool_], NDArray[Any], NDArray[np.int64], NDArray[np.float64]]:
         """Return a mask of documents with usable loss weights, and the ids, offsets and weights of
-        these; the weights cover the frame, too.
+        these documents. Only the weights include the frame.
         """
         lengths, parts, usable = np.diff(offsets), [], np.ones(len(block), np.bool_)
         frame = len(self.frame.prefix), len(self.frame.suffix)
@@ -168,8 +169,8 @@ class TextCoder:
         return usable, ids, offsets_of(lengths[usable]), np.concatenate([np.zeros(0), *parts])
 
     def _verify(self, block: TextBlock, reference: Encoder) -> None:
-        # Choose by a hash of the text, so that every run checks the same documents. Another seed
-        # than that of the dataset split, or all of them would be training documents.
+        # Choose by a hash of the text, so that every run checks the same documents. With the seed
+        # of the dataset split, all of them would be training documents.
         hashes = block.text_hashes(seed=1)
         chosen = hashed_split((self.verify_fraction, 1 - self.verify_fraction), hashes)
         sample = block.select(chosen == 0)
@@ -193,16 +194,17 @@ def read_weights(
         # -> [1, 0.5, 1, 1]
 
     Args:
-        value: JSON, one of: one number per token; spans [begin, end, weight] of characters, half
-            open: a token that contains a character of a span gets its weight (the last span wins),
-            other tokens get 1; the path of a .npy with one number per token; "" or null: all 1.
-        num_tokens: without the frame.
+        value: JSON, one of: a list of one number per token; a list of half-open character spans
+            [begin, end, weight]: a token that contains a character of a span gets its weight (the
+            last span wins), all others get 1; the path of a .npy with one number per token; "" or
+            null: all 1.
+        num_tokens: tokens of the document, without the frame.
         text: the document.
-        spans: returns the characters of each token, as ``Encoder.spans``.
+        spans: returns the characters of each token (``Encoder.spans``).
 
     Raises:
-        DataError: ``value`` has another form or another number of tokens, or a weight that float16
-            cannot hold (``as_loss_weights``).
+        DataError: ``value`` has a different form, a different number of weights, or a weight that
+            float16 cannot represent (``as_loss_weights``).
     """
     weights = np.ones(num_tokens)
     try:
@@ -212,7 +214,7 @@ def read_weights(
         array = np.asarray(open_npy(content) if isinstance(content, str) else content)
         if array.dtype.kind not in "biuf":
             raise TypeError(f"they are of dtype {array.dtype}")
-    except Exception as error:  # of json, numpy or zipfile
+    except Exception as error:  # raised by json, numpy or zipfile
         raise DataError(f"weights are not numbers: {str(error)[:200]}") from error
     array = array.astype(np.float64)
     if array.ndim == 2 and array.shape[1] == 3:
@@ -239,11 +241,11 @@ def read_weights(
 
 
 class TemplateError(DataError):
-    """A chat template fails on a conversation (unlike ``raise_exception``, a refusal)."""
+    """Error inside a chat template. A refusal by ``raise_exception`` is a plain DataError."""
 
 
 class Chat(NamedTuple):
-    """A conversation, and its other variables by name: tools, documents, ..."""
+    """Messages of a conversation, and its template variables by name: tools, documents, ..."""
 
     messages: Sequence[Message]
     variables: Mapping[str, Any]
@@ -254,14 +256,14 @@ class Chat(NamedTuple):
         document = _from_json(text, "it")
         variables = document if isinstance(document, dict) else {"messages": document}
         messages: list[Message] = variables.pop("messages")
-        if isinstance(variables.get("tools"), str):  # parquet: schemas of tools differ
+        if isinstance(variables.get("tools"), str):  # in parquet, whose columns have one schema
             variables["tools"] = _from_json(variables["tools"], "tools is a string that")
         if not messages:
             raise DataError("the list of messages is empty")
         for i, message in enumerate(messages):
             if not isinstance(message, dict) or not isinstance(message.get("role"), str):
                 raise DataError(f'message {i} is not of the form {{"role": ..., "content": ...}}')
-        if "\\u" in text:  # only escapes can encode surrogates: the text is UTF-8
+        if "\\u" in text:  # the text is UTF-8, so only escapes can encode surrogates
             try:
                 json.dumps([messages, variables], ensure_ascii=False).encode("utf-8")
             except UnicodeEncodeError as error:
@@ -270,10 +272,10 @@ class Chat(NamedTuple):
 
 
 def _from_json(text: str, what: str) -> Any:
-    """Parse JSON. Raises DataError."""
+    """Parse JSON. Raises DataError, whose message begins with ``what``, if it is invalid."""
     try:
         return json.loads(text)
-    except (ValueError, RecursionError) as error:  # also integers or nesting beyond limits
+    except (ValueError, RecursionError) as error:  # also for too long integers or too deep nesting
         raise DataError(f"{what} is not JSON ({error})") from error
 
 
@@ -281,19 +283,19 @@ class CodedChat(NamedTuple):
     """Tokens of one conversation."""
 
     ids: NDArray[np.int32]
-    learned: NDArray[np.bool_]  # per token: carries loss
+    learned: NDArray[np.bool_]  # per token: True if it carries loss
 
 
 @dataclass(frozen=True)
 class ChatCoder(Generic[T]):
-    """Tokenizes conversations: JSON lists of ``{"role": ..., "content": ...}``, or objects that
-    hold one as ``messages`` (``ReadOptions.extra_keys``).
+    """Tokenizes conversations: JSON lists of ``{"role": ..., "content": ...}``, or objects with
+    such a list under ``messages`` (``ReadOptions.extra_keys``).
 
-    Frame tokens carry no loss, except an end token after a token with loss: a model that learns its
-    last answer also learns that it ends there.
+    Frame tokens carry no loss, except an end token after a token with loss, so that the model also
+    learns to end the document after its last answer.
 
     Args:
-        read: prepares all documents of a block first; yields an item for each.
+        read: prepares the documents of a block; yields an item for each.
         tokenize: returns the tokens of an item; raises DataError if the conversation is unusable.
     """
 
@@ -304,7 +306,7 @@ class ChatCoder(Generic[T]):
     def code(self, block: TextBlock, faults: Faults) -> Coded:
         chats = []
         kept = np.zeros(len(block), np.bool_)
-        with contextlib.closing(self._items(block)) as items:  # ends its child process
+        with contextlib.closing(self._items(block)) as items:  # ends read's child process
             for i, item in enumerate(items):
                 try:
                     chat = self.tokenize(item)
@@ -337,8 +339,8 @@ class ChatCoder(Generic[T]):
                 yield item
                 num_read += 1
         except LimitError as error:
-            # --on-error skip must not drop it: on a faster machine it may pass, and both machines
-            # must build the same dataset.
+            # --on-error skip must not drop this document: a faster machine may render it, but all
+            # machines must build the same dataset.
             raise ConfigError(
                 f"{block.place(num_read)}: the chat template cannot render it: {error}; use "
                 "another template, or remove the document"
@@ -362,11 +364,11 @@ _NOT_IN_HEADERS = ("tool_calls", "reasoning_content", "thinking", "reasoning")
 
 
 class HeaderChats:
-    """Role headers as in Llama 3; each turn is tokenized separately:
-    ``<|start_header_id|>role<|end_header_id|>``, two line ends, the content, ``<|eot_id|>``.
+    """Tokenizes turns with role headers as in Llama 3, each turn separately:
+    ``<|start_header_id|>role<|end_header_id|>``, two newlines, the content, ``<|eot_id|>``.
 
-    Loss "turn": all tokens of an assistant's turn except the first. Loss "content": not the header,
-    which the model is given at inference.
+    With loss "turn", all tokens of an assistant's turn except the first carry loss; with "content",
+    all except the header, which is part of the prompt at inference.
 
     Source: "Data Loading: Tokenization, Sequence Packing, Padding Strategies, and Attention Masks",
     section 8.1.
@@ -386,7 +388,7 @@ class HeaderChats:
                 )
 
     def code(self, document: str) -> CodedChat:
-        """Return the tokens of a document's JSON. Raises DataError."""
+        """Return the tokens of a document (JSON). Raises DataError if it is unusable."""
         chat = Chat.read(document)
         if chat.variables.get("tools"):
             raise DataError("role headers cannot express tools; ignore them with --tools-key ''")

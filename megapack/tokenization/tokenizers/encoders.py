@@ -1,14 +1,14 @@
 """Encoders: one class per backend, all returning the same flat arrays of token ids.
 
-- Encoder: ``encode`` blocks of documents, ``decode`` ids for people
-- open_encoder: the encoder of a backend by name; open_reference: the one that defines the ids
-- GuardedEncoder: gigatoken, with the reference for documents on which the two may differ
+- Encoder: ``encode`` blocks of documents, ``decode`` ids to readable text
+- open_encoder: open a backend by name; open_reference: open the backend that defines the ids
+- GuardedEncoder: gigatoken, but the reference for documents on which the two may differ
 
     encoder = open_encoder(TokenizerFiles.open("bytes"), "bytes")
     encoder.encode(TextBlock.of_texts(["a", "", "bc"]))    # -> ([97, 98, 99], [0, 1, 1, 3])
 
-Each backend gets its fastest input form, and returns arrays without a Python object per token if it
-can. None adds special tokens: megapack adds tokens around documents (coding.py).
+Each backend gets the input form that it reads fastest, and returns arrays without a Python object
+per token if it can. No backend adds special tokens: coding.py adds tokens around documents.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Encoder(abc.ABC):
     def __init__(self, files: TokenizerFiles, limits: Limits = Limits()) -> None:  # noqa: B008
         self._files = files
         self._limits = limits
-        # The Rust libraries read it when they start their thread pool.
+        # The Rust libraries read this variable when they start their thread pool.
         os.environ["RAYON_NUM_THREADS"] = str(limits.threads)
         os.environ["RUST_BACKTRACE"] = "0"  # we report a panic in one line
         self._load()
@@ -72,14 +72,14 @@ class Encoder(abc.ABC):
 
     def spans(self, text: str) -> NDArray[np.int64]:
         """Return the characters [begin, end) of each token of a text: int64, (tokens, 2). Raises
-        ConfigError if the backend cannot (gigatoken).
+        ConfigError if the backend cannot report them (gigatoken).
         """
         del text
         raise ConfigError(f"backend {self.backend} does not report the characters of a token")
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids, for people; special tokens appear by name. Raises
-        DataError if the tokenizer does not have an id.
+        """Return the readable text of token ids; special tokens appear by name. Raises DataError
+        if an id is outside the vocabulary.
         """
         size = self._files.vocab_size
         outside = [token for token in ids if not 0 <= token < size]
@@ -110,14 +110,14 @@ def guarded_name(files: TokenizerFiles) -> str:
 
 
 def open_encoder(files: TokenizerFiles, backend: str, limits: Limits = Limits()) -> Encoder:  # noqa: B008
-    """Load ``files`` with a backend of its kind.
+    """Load a tokenizer with a backend.
 
     Args:
         backend: one of ``BACKENDS[files.kind]``, or the ``guarded_name``; probe.py resolves
             ``auto``.
 
     Raises:
-        ConfigError: the backend does not run this kind of tokenizer, or not this one.
+        ConfigError: the backend does not run this kind of tokenizer, or cannot run this one.
         MegapackError: the backend is not installed.
     """
     if backend == guarded_name(files):
@@ -133,7 +133,7 @@ def open_encoder(files: TokenizerFiles, backend: str, limits: Limits = Limits())
 
 
 def open_reference(files: TokenizerFiles, limits: Limits = Limits()) -> Encoder:  # noqa: B008
-    """Load the backend that defines the ids. Raises as ``open_encoder``."""
+    """Load the backend that defines the ids. Raises the same errors as ``open_encoder``."""
     return open_encoder(files, BACKENDS[files.kind][0], limits)
 
 
@@ -188,7 +188,7 @@ class _SentencePiece(Encoder):
             pieces = self._processor.Encode(text, out_type="immutable_proto").pieces
             pairs = [(piece.begin, piece.end) for piece in pieces]
         spans = np.array(pairs, np.int64).reshape(-1, 2)
-        # The space that a model puts before a text has no character: give it the next one.
+        # The space that a model puts before a text has no character: report the next one.
         return np.stack([spans[:, 0], np.maximum(spans[:, 1], spans[:, 0] + 1)], axis=1)
 
     def _decode(self, ids: list[int]) -> str:
@@ -238,13 +238,13 @@ class _Gigatoken(Encoder):
             if not is_foreign(error):
                 raise
             raise ConfigError(f"gigatoken cannot run {name}: {first_line(error)}") from error
-        # It caches every word. Allow at least half of the limit for this cache.
+        # gigatoken caches every word. Allow at least half of the limit for this cache.
         half = self._limits.memory_bytes // 2
         self._ceiling = max(self._limits.memory_bytes, resident_bytes() + half)
 
     def encode(self, block: TextBlock) -> Encoded:
         if resident_bytes() > self._ceiling:
-            del self._tokenizer  # before loading, so that there are never two
+            del self._tokenizer  # before loading: memory must not hold two
             self._load()
         rows = self._tokenizer.encode_batch(self._array(block), parallel=self._limits.threads > 1)
         layout = self._awkward.to_packed(rows).layout
@@ -291,7 +291,7 @@ def _joined(rows: Sequence[Any]) -> Encoded:
 
 
 class GuardedEncoder(Encoder):
-    """gigatoken, and the reference for documents on which the two may differ (verified.py). Raises
+    """gigatoken, but the reference for documents on which the two may differ (verified.py). Raises
     ConfigError if gigatoken is not verified for this kind of tokenizer, or cannot run it.
     """
 
@@ -308,7 +308,7 @@ class GuardedEncoder(Encoder):
 
     @functools.cached_property
     def _reference(self) -> Encoder:
-        """Reference, loaded when the first document needs it. Most corpora have none."""
+        """Reference encoder, loaded on first use: most corpora have no document that needs it."""
         return open_reference(self._files, self._limits)
 
     def _decode(self, ids: list[int]) -> str:
@@ -334,8 +334,8 @@ _MANY = 16
 def documents_with(block: TextBlock, contents: Sequence[bytes]) -> NDArray[np.bool_]:
     """Return a mask of the documents that contain one of ``contents``.
 
-    A match that crosses into the next document counts, too: one needless document for the
-    reference.
+    A match that crosses into the next document also counts, although this document does not need
+    the reference.
     """
     result = np.zeros(len(block), np.bool_)
     if not contents:
@@ -343,7 +343,7 @@ def documents_with(block: TextBlock, contents: Sequence[bytes]) -> NDArray[np.bo
     data = block.text.tobytes()
     if len(contents) <= _MANY:
         searches: list[Callable[[int], int]] = [partial(data.find, content) for content in contents]
-    else:  # one pass over the text, slower than a few of the searches above
+    else:  # one pass over the text; slower than a few separate searches
         pattern = re.compile(b"|".join(map(re.escape, contents)))
         searches = [lambda begin: match.start() if (match := pattern.search(data, begin)) else -1]
     for search in searches:
@@ -356,7 +356,7 @@ def documents_with(block: TextBlock, contents: Sequence[bytes]) -> NDArray[np.bo
 
 
 def _woven(guarded: NDArray[np.bool_], fast: Encoded, reference: Encoded) -> Encoded:
-    """Merge both results in the order of the block."""
+    """Merge the results of both encoders in the order of the block's documents."""
     lengths = np.empty(len(guarded), np.int64)
     lengths[~guarded], lengths[guarded] = np.diff(fast[1]), np.diff(reference[1])
     offsets = offsets_of(lengths)

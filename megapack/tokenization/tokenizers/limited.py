@@ -3,8 +3,8 @@
     for text in run_limited(render(chats), seconds=10, num_bytes=2 << 30):
         ...    # render is a generator; it runs in the child, which sends its items
 
-A loop inside C or Rust code cannot be interrupted, and a library may abort its process. A child
-process can be killed, and its death becomes an error of one line.
+Python cannot interrupt a loop inside C or Rust code, and a library may abort the process. A child
+process can be killed; if it dies, this process raises an error of one line.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from megapack.errors import MegapackError
 
 T = TypeVar("T")
 
-_WALL_FACTOR = 30  # elapsed time is limited, too: a deadlock uses no CPU time
+_WALL_FACTOR = 30  # limit of elapsed time / of CPU time: a deadlock uses no CPU time
 _seconds = 0.0  # CPU time limit of this process; 0: none
 
 
 class LimitError(MegapackError):
-    """The child exceeded a limit or was killed. The message says which, as a clause."""
+    """The child exceeded a limit or was killed. The message is a clause that states the reason."""
 
 
 def run_limited(items: Iterable[T], *, seconds: float, num_bytes: int) -> Iterator[T]:
     """Yield ``items``, which a child process computes. Closing the iterator ends the child.
 
     Args:
-        seconds: CPU time for each item, or from one ``renew_time_limit`` to the next.
-        num_bytes: memory of the child, in addition to what this process has mapped.
+        seconds: limit of CPU time per item; ``renew_time_limit`` restarts it.
+        num_bytes: limit of the child's memory, in addition to what this process has mapped.
 
     Raises:
         LimitError: the child exceeded a limit, or died.
-        Exception: raised by ``items``.
+        Exception: any exception that ``items`` raises.
     """
     reader, writer = multiprocessing.Pipe(duplex=False)
     with warnings.catch_warnings():
-        # Python warns that threads may hold locks. The child takes none of their locks.
+        # Python warns that other threads may hold locks. The child does not acquire these locks.
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
@@ -88,14 +88,14 @@ def _send_items(items: Iterable[Any], writer: Connection, seconds: float, num_by
     global _seconds  # noqa: PLW0603 (of this process)
     _seconds = seconds
     for number in (signal.SIGPROF, signal.SIGALRM):
-        signal.signal(number, signal.SIG_DFL)  # ends the process, also inside C code
+        signal.signal(number, signal.SIG_DFL)  # the signal ends the process, even in C code
     try:
         mapped = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGESIZE")
         resource.setrlimit(resource.RLIMIT_AS, (mapped + num_bytes,) * 2)
     except (OSError, ValueError):
         pass  # this system has no such limit
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # A library that aborts prints several lines first, and so does Python.
+    # Discard stderr: a library that aborts prints several lines, and so does Python.
     faulthandler.disable()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     iterator, error = iter(items), None
@@ -106,7 +106,7 @@ def _send_items(items: Iterable[Any], writer: Connection, seconds: float, num_by
             item = next(iterator)
         except BaseException as raised:
             error = raised
-        signal.setitimer(signal.ITIMER_REAL, 0)  # the parent may be slow to receive
+        signal.setitimer(signal.ITIMER_REAL, 0)  # do not limit the wait for a slow parent
         try:
             writer.send((item, error))
         except MemoryError as raised:  # pickling needs memory, too

@@ -2,7 +2,7 @@
 
 - choose_backend: guarded gigatoken if it agrees with the reference on ``hard_texts`` and on
   ``sample_blocks`` of the corpus, else the reference
-- require_runnable: run a tokenizer in a child process first
+- require_runnable: check in a child process that a tokenizer runs
 - first_difference: the first token in which two encoders differ
 """
 
@@ -42,9 +42,9 @@ def choose_backend(
     """Return the backend to use. ``auto``: gigatoken if installed and equal to the reference.
 
     The two are compared on ``hard_texts`` and on half a megabyte of this corpus. Documents on which
-    gigatoken is known to differ always go to the reference (``GuardedEncoder``). ``note`` receives
-    the reason for not using gigatoken. Raises ConfigError if the backend does not run this kind of
-    tokenizer.
+    gigatoken is known to differ always go to the reference (``GuardedEncoder``). ``note`` is
+    called with the reason if gigatoken is not used. Raises ConfigError if the backend does not run
+    this kind of tokenizer.
     """
     if backend != "auto":
         require_backend(files, backend)
@@ -64,7 +64,7 @@ def choose_backend(
     for block in (TextBlock.of_texts(hard_texts(files)), *sample_blocks(shards, read)):
         try:
             difference = first_difference(block, expected, guarded)
-        except BaseException as error:  # one of them fails on a document
+        except BaseException as error:  # one encoder fails on a document
             if not is_foreign(error):
                 raise
             difference = first_line(error)
@@ -77,7 +77,7 @@ def choose_backend(
 # ---- Trial of a tokenizer in a child process ----------------------------------------------------
 # Some damaged or hostile files make a library abort the process, or run out of memory.
 
-_TRIAL_SECONDS = 20  # of CPU
+_TRIAL_SECONDS = 20  # CPU time
 _TRIAL_BYTES = 8 << 30
 
 
@@ -85,7 +85,7 @@ def require_runnable(files: TokenizerFiles) -> None:
     """Load a tokenizer and encode some texts in a child process with limits.
 
     Raises:
-        FormatError: the library refuses the files; the child was killed, or exceeded a limit.
+        FormatError: the library refuses the files, or the child was killed or exceeded a limit.
         MegapackError: a package is missing.
     """
     if files.kind == "bytes":
@@ -103,23 +103,23 @@ def require_runnable(files: TokenizerFiles) -> None:
 
 
 def _trial(files: TokenizerFiles) -> Iterator[str | None]:
-    """Run the reference; yield None, or the error in one line."""
+    """Run the reference; yield None if it loads, else the error in one line."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a forked process has no threads
     try:
         encoder = open_reference(files)
     except BaseException as error:
         yield first_line(error)
         return
-    # An error is a fault of the one document that has such a text. An endless loop is not.
+    # Ignore errors: a build reports them per document. The trial only has to end in time.
     with contextlib.suppress(BaseException):
         encoder.encode(TextBlock.of_texts(hard_texts(files)))
     yield None
 
 
 def sample_blocks(shards: Sequence[Shard], read: ReadOptions) -> list[TextBlock]:
-    """Return the beginnings of a few shards, spread over the corpus; half a megabyte in all.
+    """Return the first documents of a few shards across the corpus, half a megabyte in all.
 
-    A text beyond its share is cut; a conversation is not: a part of its JSON is invalid.
+    Texts are cut to this size; conversations are not, because a part of their JSON is invalid.
     """
     chosen = shards[:: max(1, len(shards) // _SAMPLE_SHARDS)][:_SAMPLE_SHARDS]
     blocks = []
@@ -147,7 +147,7 @@ def _cut(block: TextBlock, num_bytes: int) -> TextBlock:
 
 def first_difference(block: TextBlock, reference: Encoder, other: Encoder) -> str | None:
     """Return the document, the token and the text where ``other`` first differs from ``reference``;
-    None if it does not.
+    None if all ids are equal.
     """
     expected_ids, expected_offsets = reference.encode(block)
     ids, offsets = other.encode(block)

@@ -1,10 +1,10 @@
-"""Conversations through the tokenizer's chat template: tokens, and which of them carry loss.
+"""Tokenize conversations with the tokenizer's chat template.
 
 - TemplateChats: conversations -> tokens, and which of them carry loss
 - template_keys: keys of a document that are read in addition to its messages
 
-The assistant's part of the text is known from the template's ``{% generation %}`` marks. Without
-marks, the conversation is rendered with and without each answer; the difference is the answer:
+The template's ``{% generation %}`` marks tell which text the assistant wrote. Without marks, the
+conversation is rendered with and without each answer; the difference is the answer:
 
     up to the answer, with a generation prompt    <user>hi<end>\\n<assistant>
     with the answer                               <user>hi<end>\\n<assistant>yo<end>\\n
@@ -40,23 +40,23 @@ _GIVEN = frozenset({"messages", _TOOLS, _CLOCK, "add_generation_prompt"}) | {
     f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 }
 
-_LIMITS = {"seconds": 10, "num_bytes": 2 << 30}  # of one rendering
+_LIMITS = {"seconds": 10, "num_bytes": 2 << 30}  # per rendered conversation
 
 
 class TemplateChats:
-    """Conversations in the format of the tokenizer's publisher.
+    """Tokenizes conversations in the format that the tokenizer's publisher uses.
 
     The whole text is rendered, then tokenized, so the tokens equal those of Hugging Face's
-    ``apply_chat_template``. A token carries loss if it contains a character of an answer. ``loss``
-    "content": what a model writes after the generation prompt, up to the token that ends the turn;
-    "turn": the role header as well, except its first token.
+    ``apply_chat_template``. A token carries loss if it contains a character of an answer. With
+    ``loss`` "content", the answer is what the model writes after the generation prompt, up to the
+    token that ends the turn; with "turn", also the role header except its first token.
 
     Args:
-        variables: ``--template-variables``.
+        variables: words of ``--template-variables``.
 
     Raises:
-        ConfigError: the tokenizer is not a tokenizer.json, or has no chat template or a broken one;
-            the template does not read a variable.
+        ConfigError: the tokenizer is not a tokenizer.json; its chat template is missing or cannot
+            be compiled, or does not read one of ``variables``.
     """
 
     def __init__(
@@ -74,11 +74,11 @@ class TemplateChats:
 
     @functools.cached_property
     def _templates(self) -> dict[str, ChatTemplate]:
-        return _open_templates(self._files)  # in the child process
+        return _open_templates(self._files)  # compiled in the child process
 
     def render_all(self, texts: Sequence[str]) -> Iterator[Rendered | DataError]:
-        """Render JSON documents in a child process; yield an error for an unusable one. Raises
-        LimitError if the next document needs too much time or memory.
+        """Render JSON documents in a child process; yield a DataError for an unusable one.
+        Raises LimitError if a document needs too much time or memory.
         """
         return run_limited(map(self._render_json, texts), **_LIMITS)
 
@@ -89,7 +89,7 @@ class TemplateChats:
             return error.with_traceback(None)
 
     def render(self, chat: Chat) -> Rendered:
-        """Return a conversation's text and the answers in it. Raises DataError."""
+        """Return a conversation's text and its answers. Raises DataError if it is unusable."""
         extra = self._extra_variables(chat)
         tools = extra[_TOOLS] is not None and "tool_use" in self._templates
         template = self._templates["tool_use" if tools else "default"]
@@ -149,8 +149,8 @@ def template_keys(
     """Return the keys of a document to read with its messages (``ReadOptions.extra_keys``).
 
     These are the tools, and every variable of the template that a document may set. So a document
-    with a variable that the user did not name is refused, not rendered without it. Raises as
-    ``TemplateChats``.
+    with a variable that the user did not name is refused, not rendered without the variable. Raises
+    the same errors as ``TemplateChats``.
     """
     names = _names_read(files)
     options = _read_variables(variables, names, files.name)
@@ -161,7 +161,7 @@ def template_keys(
 class _Variables(NamedTuple):
     """Parsed ``--template-variables``."""
 
-    named: list[str]  # NAME: from the document
+    named: list[str]  # NAME: value from the document
     fixed: dict[str, Any]  # NAME=JSON: the same for all documents
     ignored: list[str]  # NAME=: never passed to the template
 
@@ -244,7 +244,7 @@ def _open_templates(files: TokenizerFiles) -> dict[str, ChatTemplate]:
 def _names_read(files: TokenizerFiles) -> frozenset[str]:
     """Return the variables that the templates read."""
 
-    # In a child process: Jinja evaluates constant expressions when it compiles a template.
+    # Runs in a child process, as Jinja evaluates constant expressions when it compiles.
     def names() -> Iterator[frozenset[str]]:
         templates = _open_templates(files).values()
         yield frozenset().union(*(template.variables for template in templates))
@@ -259,7 +259,7 @@ def _names_read(files: TokenizerFiles) -> frozenset[str]:
 
 
 def _special_variables(files: TokenizerFiles) -> dict[str, str]:
-    """Return the variables bos_token, eos_token and so on."""
+    """Return the template variables bos_token, eos_token and so on."""
     extra = files.config.get("extra_special_tokens")
     variables = {}
     for name, value in {**files.config, **(extra if isinstance(extra, dict) else {})}.items():

@@ -27,7 +27,7 @@ import xxhash
 
 from megapack.errors import ConfigError, DataError, FormatError, require
 
-# Incremented when megapack itself makes other ids from the same text, files and libraries.
+# Incremented when megapack itself gives different ids for the same text, files and libraries.
 _IDS_VERSION = 2
 
 # Libraries reserve memory up to the largest id; the largest published vocabulary has 262,144 ids.
@@ -36,7 +36,7 @@ _MAX_IDS = 1 << 22
 Kind = Literal["bytes", "sentencepiece", "hf"]
 Role = Literal["bos", "eod"]
 
-# The byte tokenizer: ids 0..255 are bytes, these follow.
+# Special tokens of the byte tokenizer: ids from 256, after those of the bytes.
 _BYTE_SPECIALS = ("<eod>", "<bos>", "<pad>")
 
 # Files of a tokenizer in a directory; the first complete entry wins.
@@ -48,7 +48,7 @@ _IN_DIRECTORY = (
 )
 
 # Settings of a tokenizer.json that would cut, pad or randomly change documents. Files saved after
-# fine-tuning, or for training with sampled subwords, have them. (a setting of its model, name)
+# fine-tuning, or for training with sampled subwords, have them. (True: a key of "model"; name)
 _HARMFUL = (
     (False, "truncation"),
     (False, "padding"),
@@ -88,7 +88,7 @@ class SpecialToken:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerFiles:
-    """A tokenizer on disk. Small: it is sent to every worker.
+    """A tokenizer on disk. It is small, because every worker receives a copy.
 
     ``vocab_size`` is the largest id plus 1, added tokens included. ``digest`` is xxh3-128 of the
     tokenizer's files; builds with equal digests can be joined.
@@ -100,7 +100,7 @@ class TokenizerFiles:
     vocab_size: int
     digest: str
     special: Mapping[str, int] = field(default_factory=dict)  # text -> id of added tokens
-    # Those of ``special`` that a text contains only by accident: text -> id, without unk.
+    # Subset of ``special``: tokens that a text contains only by accident, so without unk.
     controls: Mapping[str, int] = field(default_factory=dict)
     special_as_text: bool = False  # encode ``controls`` found in a text as text
     config: Mapping[str, Any] = field(default_factory=dict)  # tokenizer_config.json
@@ -111,11 +111,11 @@ class TokenizerFiles:
     switched_off: tuple[str, ...] = ()
 
     def identity(self) -> dict[str, Any]:
-        """Return a JSON value that is equal for tokenizers with equal ids and chats.
+        """Return a JSON value that is equal for tokenizers that encode texts and chats equally.
 
-        ``files`` has the digest of every file that was read: the tokenizer, its special tokens, its
-        chat templates. It does not include packages (``library_versions``). To check a machine,
-        open the same name there and compare.
+        ``files`` contains the digest of every file that was read: the tokenizer, its special
+        tokens, its chat templates. Package versions are not included (``library_versions``). To
+        check a different machine, open the same tokenizer there and compare the values.
         """
         return {
             "kind": self.kind,
@@ -174,14 +174,14 @@ class TokenizerFiles:
 
     @property
     def chat_templates(self) -> dict[str, str]:
-        """Chat templates by name. The name of a single one is ``default``."""
+        """Chat templates by name. A single template is named ``default``."""
         value = self.config.get("chat_template")
         entries = value if isinstance(value, list) else [{"name": "default", "template": value}]
         named = {entry.get("name"): entry.get("template") for entry in entries}
         return {str(name): text for name, text in named.items() if isinstance(text, str)}
 
     def definition(self) -> bytes:
-        """Return the .model or the tokenizer.json, without settings that are ``switched_off``.
+        """Return the .model or the tokenizer.json, without the settings in ``switched_off``.
 
         vocab.json and merges.txt are converted to a tokenizer.json. Raises DataError if a file was
         changed after it was opened.
@@ -201,8 +201,8 @@ class TokenizerFiles:
         """Return the token that begins (``bos``) or ends (``eod``) a document.
 
         Args:
-            token: its text or id. None: the one in the tokenizer's configuration, or the only usual
-                name among its special tokens.
+            token: its text or id; None selects the one in the tokenizer's configuration, else the
+                only special token with a usual name.
 
         Raises:
             ConfigError: the token does not exist, or there are several candidates.
@@ -256,7 +256,7 @@ def _tokenizer_files(name: str) -> tuple[Path, ...]:
 
 
 def _refuse_tiktoken(path: Path) -> None:
-    """Raise ConfigError for lines of a base64 text and a rank (Llama 3's tokenizer.model)."""
+    """Raise ConfigError for tiktoken's format: lines of base64 and rank (Llama 3's .model)."""
     with path.open("rb") as file:
         is_ranks = re.match(rb"[A-Za-z0-9+/]+=* \d+\n", file.read(1 << 10)) is not None
     if path.suffix == ".tiktoken" or is_ranks:
@@ -273,7 +273,7 @@ def _refuse_tiktoken(path: Path) -> None:
 
 
 def _read(path: Path, digests: dict[str, str]) -> bytes:
-    """Return the bytes of a file; record its digest by name."""
+    """Return the bytes of a file; add its digest to ``digests`` under its name."""
     data = path.read_bytes()
     digests[path.name] = xxhash.xxh3_128_hexdigest(data)
     return data
@@ -341,7 +341,7 @@ def _framing(node: Any, config: Mapping[str, Any]) -> tuple[tuple[str, ...], tup
 
     Args:
         node: the ``post_processor`` of a tokenizer.json.
-        config: its tokenizer_config.json, which overrides the post-processor as in transformers.
+        config: its tokenizer_config.json, which overrides the post-processor, as in transformers.
     """
     before: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
@@ -387,12 +387,12 @@ def _read_sentencepiece(path: Path, data: bytes) -> tuple[int, dict[str, int]]:
 def _gpt2_definition(
     paths: Sequence[Path], data: Sequence[bytes], config: Mapping[str, Any]
 ) -> bytes:
-    """Return a tokenizer.json that gives the ids of transformers' GPT2Tokenizer.
+    """Return a tokenizer.json that gives the same ids as transformers' GPT2Tokenizer.
 
     Args:
-        paths: of the vocabulary and of the merges, for messages.
-        data: their contents.
-        config: ``_GPT2_CONFIG`` and the files in the same directory, with ``added_tokens``.
+        paths: files of the vocabulary and of the merges, for messages.
+        data: contents of these files.
+        config: ``_GPT2_CONFIG``, overridden by the files in the same directory; ``added_tokens``.
 
     Raises:
         ConfigError: the files belong to another tokenizer, which splits text differently.
@@ -437,11 +437,11 @@ def _gpt2_definition(
 def library_versions(backend: str, *, template: bool = False) -> dict[str, str]:
     """Return the versions of packages that determine the ids: package -> version.
 
-    megapack's entry changes whenever megapack itself makes other ids.
+    megapack's entry changes when megapack itself gives different ids for the same text.
 
     Args:
         backend: as returned by ``choose_backend`` ("tokenizers", "gigatoken+sentencepiece", ...).
-        template: conversations go through the tokenizer's chat template.
+        template: True if the tokenizer's chat template renders conversations.
 
     Raises:
         MegapackError: a package is not installed.

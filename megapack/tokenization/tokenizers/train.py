@@ -20,7 +20,7 @@ __all__ = ["TrainResult", "train_tokenizer"]
 _SLICE_BYTES = 1 << 20
 _MAX_SENTENCE_BYTES = 4096
 
-# The split of Llama 3's published tokenizer: contractions, runs of letters, up to three digits,
+# Split of Llama 3's published tokenizer: contractions, runs of letters, up to three digits,
 # punctuation with its line end, white space.
 _PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
@@ -33,7 +33,7 @@ class TrainResult:
     """A trained tokenizer."""
 
     path: Path
-    written: bool  # False: the output was equal already
+    written: bool  # False: the output existed with equal content
     vocab_size: int
     num_documents: int
     num_text_bytes: int
@@ -55,17 +55,17 @@ def train_tokenizer(
     """Train on a sample of ``files`` and write ``output`` (.model, or tokenizer.json).
 
     The sample consists of evenly spaced slices, so the result depends on inputs and options only.
-    An equal ``output`` is left unchanged.
+    An existing ``output`` with equal content is not rewritten.
 
     Args:
         vocab_size: at least 300.
-        sample_bytes: text to train on.
+        sample_bytes: bytes of text to train on.
 
     Raises:
-        ConfigError: ``output`` is not a file name, or is another tokenizer and ``overwrite`` is
+        ConfigError: ``output`` is not a file name, or a different file and ``overwrite`` is
             False; the vocabulary is too small, or larger than the text can fill; a special token is
             empty.
-        DataError: a faulty document; no text.
+        DataError: a document is faulty, or the corpus has no documents.
     """
     if vocab_size < 300:
         raise ConfigError(f"vocabulary size {vocab_size} is below 300; single bytes alone need 256")
@@ -148,7 +148,7 @@ def _sentencepiece(
             model_type="bpe",
             vocab_size=vocab_size,
             byte_fallback=True,
-            # Lossless: code keeps its indentation, text its spaces.
+            # Lossless settings: keep indentation and all spaces.
             normalization_rule_name="identity",
             remove_extra_whitespaces=False,
             add_dummy_prefix=False,

@@ -1,7 +1,7 @@
 """Kinds of tokenizers for which gigatoken was verified to give the reference's token ids.
 
-- find_guard: the Guard of a tokenizer of a verified kind, or the reason why it is not verified
-- Guard: texts and characters by which a document is sent to the reference
+- find_guard: return the Guard of a verified tokenizer, or the reason why it is not verified
+- Guard: texts and characters; a document that contains one is sent to the reference
 
     find_guard("hf", Path("tokenizer.json").read_bytes())
     # -> Guard(contents=(b"  ",), characters=[0x88f, 0x88f, ...])     GPT-NeoX: runs of spaces
@@ -11,7 +11,7 @@ A fixed sample cannot show that two implementations agree: of 740 random tokeniz
 pre-tokenizer are on a list of combinations that property tests compare
 (tests/tokenization/tokenizers/test_equal_ids.py). Added tokens cannot affect a document that
 contains none of them; a document with one goes to the reference, except for plain added tokens: no
-flags, no overlap with another. Their treatment was verified, and chats consist of them.
+flags, no overlap with another. For these, gigatoken was verified; every chat contains some.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from numpy.typing import NDArray
 
 _SPACE = "\u2581"
 
-# Character -> byte in byte-level BPE (GPT-2's bytes_to_unicode): printable Latin-1 is itself, the
-# other bytes are 256, 257, ...
+# Character -> byte in byte-level BPE (GPT-2's bytes_to_unicode): a printable Latin-1 character is
+# the byte of its code; characters 256, 257, ... are the other bytes in order.
 _PLAIN = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _OTHERS = (byte for byte in range(256) if byte not in _PLAIN)
 BYTE_ALPHABET = {chr(byte): byte for byte in _PLAIN} | {
     chr(256 + i): b for i, b in enumerate(_OTHERS)
 }
 
-# (first, last) letters, numbers and marks new in Unicode 17: gigatoken's tables have them,
-# `tokenizers` treats them as unassigned, so that the pre-tokenizer splits differently.
+# (first, last) of letters, numbers and marks new in Unicode 17: gigatoken's tables have them, but
+# `tokenizers` treats them as unassigned, so the pre-tokenizers split differently.
 _UNICODE_17 = (
     *((0x088F, 0x088F), (0x0C5C, 0x0C5C), (0x0CDC, 0x0CDC), (0xA7CE, 0xA7CF), (0xA7D2, 0xA7D2)),
     *((0xA7D4, 0xA7D4), (0xA7F1, 0xA7F1), (0x10940, 0x10959), (0x10EC5, 0x10EC7)),
@@ -45,8 +45,8 @@ _UNICODE_17 = (
     *((0x1ACF, 0x1ADD), (0x1AE0, 0x1AEB), (0x10EFA, 0x10EFB), (0x11B60, 0x11B67)),  # marks
 )
 
-# Characters with a combining class or a decomposition that came after Unicode 10, whose tables
-# the NFC of `tokenizers` has. Found by comparing all characters, each before and after marks.
+# (first, last) of characters that got a combining class or a decomposition after Unicode 10, whose
+# tables `tokenizers` uses for NFC. Found by comparing all characters, each before and after marks.
 _NFC_MARKS = (
     *((0x7FD, 0x7FD), (0x897, 0x89F), (0x8CA, 0x8D3), (0x9FE, 0x9FE)),
     *((0xC3C, 0xC3C), (0xD3B, 0xD3C), (0xEBA, 0xEBA), (0x1715, 0x1715)),
@@ -61,7 +61,7 @@ _NFC_MARKS = (
     *((0x1E2EC, 0x1E2EF), (0x1E4EC, 0x1E4EF), (0x1E5EE, 0x1E5EF)),
 )
 
-# Regular expressions of Split, by the tokenizer that introduced them.
+# Verified regular expressions of Split, grouped by the tokenizers that introduced them.
 _ENGLISH = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -86,14 +86,14 @@ _REGEXES = frozenset(
 
 
 class Guard(NamedTuple):
-    """A document that contains one of these goes to the reference."""
+    """Texts and characters: a document that contains one of them goes to the reference."""
 
     contents: tuple[bytes, ...]  # UTF-8; none is part of another
     characters: NDArray[np.int64]  # first, last, first, last, ... code points
 
 
 def find_guard(kind: str, definition: bytes) -> Guard | str:
-    """Return what to guard of a tokenizer of a verified kind, else the reason why it is not one.
+    """Return the Guard of a tokenizer of a verified kind, else the reason why it is not verified.
 
     Args:
         kind: ``hf`` or ``sentencepiece``.
@@ -140,7 +140,7 @@ def _guard_of_json(tree: Mapping[str, Any]) -> Guard:
     else:
         needed = {*BYTE_ALPHABET}
         _require(normalizers in ([], [_NFC]), f"its normalizer is {_names(normalizers)}")
-        # A prefix space is added to every piece between two added tokens.
+        # A prefix space would be added to every piece between two added tokens.
         plain_allowed = not _require_byte_level(pre_tokenizers)
     missing = sorted(needed - model["vocab"].keys())
     _require(not missing, f"its vocabulary lacks the byte {missing[:1]}")
@@ -173,7 +173,7 @@ def _names(parts: Sequence[tuple[Any, ...]]) -> str:
 
 
 def _require_byte_level(parts: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether a space is added before texts; raise unless bytes are split as verified."""
+    """Return whether a space is added before texts; raise unless text is split as verified."""
     _require(bool(parts) and parts[-1].get("type") == "ByteLevel", "it does not split into bytes")
     last, splits = parts[-1], parts[:-1]
     prefix, uses_regex = bool(last.get("add_prefix_space", True)), last.get("use_regex", True)
@@ -207,8 +207,8 @@ def _require_spaces(
 # ---- Added tokens -------------------------------------------------------------------------------
 
 _FLAGS = ("single_word", "lstrip", "rstrip")
-# ASCII characters that NFC makes of others (U+037E, U+1FEF, U+212A), and the space, which other
-# normalizers replace: the text may contain such a token only after normalization.
+# ASCII characters that NFC writes for others (U+037E, U+1FEF, U+212A), and the space, which other
+# normalizers replace. A text may contain a token with one of these only after normalization.
 _MADE_BY_NORMALIZERS = frozenset(" ;`K")
 
 
@@ -237,13 +237,13 @@ def _guarded_contents(
         plain = plain_allowed and not normalized and not any(map(token.get, _FLAGS))
         if not plain or content in overlapping:
             guarded.append(content.encode("utf-8"))
-    # A text that contains the longer one contains the shorter one.
+    # Keep no token that contains a shorter one: a search for the shorter one finds both.
     unique = {*guarded}
     return tuple(sorted(c for c in unique if not any(p in unique for p in _pieces(c))))
 
 
 def _pieces(content: Any) -> Iterator[Any]:
-    """Yield all proper parts of a string, none of them empty."""
+    """Yield all nonempty proper substrings of a string."""
     for begin in range(len(content)):
         for end in range(begin + 1, len(content) + 1):
             if end - begin < len(content):
@@ -251,7 +251,7 @@ def _pieces(content: Any) -> Iterator[Any]:
 
 
 def _overlapping(contents: Sequence[str]) -> set[str]:
-    """Return the contents that can share characters with another, or with themselves, in a text."""
+    """Return the contents that can overlap another one, or a copy of themselves, in a text."""
     starts: dict[str, list[str]] = defaultdict(list)
     for content in contents:
         for end in range(1, len(content)):
@@ -295,7 +295,8 @@ def _guard_of_sentencepiece(definition: bytes) -> Guard:
     guarded = set()
     for piece, of_kind in zip(pieces, kinds, strict=True):
         if of_kind in (_CONTROL, _USER_DEFINED):
-            # U+2581 in a symbol matches itself, a space, or the space put before a text.
+            # U+2581 in a symbol matches itself, a space, or the space put before a text: guard the
+            # longest part between them.
             part = max(piece.get("piece", b"").split(_SPACE.encode()), key=len)
             _require(bool(part), "it has a symbol of spaces")
             guarded.add(part)
@@ -323,12 +324,12 @@ def _message(data: bytes, names: Mapping[int, str]) -> dict[str, list[Any]]:
 
 
 def _last(fields: Mapping[str, list[Any]]) -> dict[str, Any]:
-    """Return the value of each field; of several the last, as protocol buffers define."""
+    """Return the last value of each field, which is the valid one in protocol buffers."""
     return {name: values[-1] for name, values in fields.items() if values}
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Return a number of seven bits per byte, and the position after it."""
+    """Decode a number of seven bits per byte; return it and the position after it."""
     value = shift = 0
     while True:
         byte = data[at]

@@ -1,10 +1,10 @@
-"""The vocabulary of a tokenizer, token by token: the id of a text, the bytes of an id.
+"""Look up single tokens of a vocabulary: the id of a text, the bytes of an id.
 
     files = TokenizerFiles.open("tokenizer.json")                # byte-level BPE
     token_of(files, "<|fim_prefix|>", "fim")                     # -> 50253
     token_bytes(files)[262]                                      # -> b" the"
 
-Both come from the files; nothing is encoded. Byte-level BPE writes bytes in GPT-2's alphabet
+Both are read from the files; no text is encoded. Byte-level BPE writes bytes in GPT-2's alphabet
 (``bytes_to_unicode``). sentencepiece and models with byte fallback write a space as U+2581 and
 single bytes as <0x41>.
 """
@@ -27,7 +27,7 @@ def token_of(files: TokenizerFiles, text: str, where: str) -> int:
     """Return the id of a token.
 
     Args:
-        text: of the token, spelled as in the tokenizer's files.
+        text: the token's text, spelled as in the tokenizer's files.
         where: option or key that names the token, for the message.
 
     Raises:
@@ -49,7 +49,7 @@ def token_bytes(files: TokenizerFiles) -> list[bytes | None]:
     """Return the bytes of every token, by id; None for special tokens and unused ids.
 
     Raises:
-        ConfigError: the bytes are unknown: the tokenizer changes text (WordPiece).
+        ConfigError: the bytes are unknown, because the tokenizer changes text (WordPiece).
         FormatError, OSError, DataError: its files cannot be read, or were changed.
     """
     result: list[bytes | None] = [None] * files.vocab_size
@@ -67,7 +67,7 @@ def token_bytes(files: TokenizerFiles) -> list[bytes | None]:
 
 
 def _pieces(files: TokenizerFiles) -> dict[str, int]:
-    """Return token -> id, spelled as in the files, without those that are never used."""
+    """Return token -> id, with tokens spelled as in the files, without tokens never used."""
     if files.kind == "sentencepiece":
         module = require("sentencepiece", f"tokenizer {files.name}")
         model = module.SentencePieceProcessor(model_proto=files.definition())
