@@ -61,7 +61,7 @@ def ending_of(name: str) -> str:
 class BuildConfig:
     """Options of a build.
 
-    The bytes of the result depend on the first three groups and on the input files only.
+    The bytes of the result depend only on the first three groups and on the input files.
     """
 
     # Input.

@@ -54,7 +54,7 @@ class Coded(NamedTuple):
     tokens: NDArray[Any]  # in the stored dtype
     offsets: NDArray[np.int64]  # shape (documents + 1,)
     labels: NDArray[np.int32] | None  # aligned with tokens; None: all tokens carry loss
-    kept: NDArray[np.bool_]  # per document of the block: True if it is among these
+    kept: NDArray[np.bool_]  # per document of the block: True if it is in ``tokens``
     weights: NDArray[np.float64] | None = None  # loss weights, aligned with tokens; None: all 1
     controls: Mapping[int, int] = {}  # special tokens in the texts: id -> count
 

@@ -334,8 +334,8 @@ _MANY = 16
 def documents_with(block: TextBlock, contents: Sequence[bytes]) -> NDArray[np.bool_]:
     """Return a mask of the documents that contain one of ``contents``.
 
-    A match that crosses into the next document also counts, although this document does not need
-    the reference.
+    A match that crosses into the next document counts, too: the reference then encodes a document
+    that does not need it.
     """
     result = np.zeros(len(block), np.bool_)
     if not contents:

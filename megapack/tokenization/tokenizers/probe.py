@@ -39,12 +39,12 @@ def choose_backend(
     read: ReadOptions,
     note: Callable[[str], None],
 ) -> str:
-    """Return the backend to use. ``auto``: gigatoken if installed and equal to the reference.
+    """Return the backend to use. ``auto``: gigatoken if it is installed and gives equal ids.
 
-    The two are compared on ``hard_texts`` and on half a megabyte of this corpus. Documents on which
-    gigatoken is known to differ always go to the reference (``GuardedEncoder``). ``note`` is
-    called with the reason if gigatoken is not used. Raises ConfigError if the backend does not run
-    this kind of tokenizer.
+    gigatoken and the reference are compared on ``hard_texts`` and on half a megabyte of this
+    corpus. Documents on which gigatoken is known to differ always go to the reference
+    (``GuardedEncoder``). ``note`` is called with the reason if gigatoken is not used. Raises
+    ConfigError if the backend does not run this kind of tokenizer.
     """
     if backend != "auto":
         require_backend(files, backend)
@@ -110,7 +110,7 @@ def _trial(files: TokenizerFiles) -> Iterator[str | None]:
     except BaseException as error:
         yield first_line(error)
         return
-    # Ignore errors: a build reports them per document. The trial only has to end in time.
+    # Ignore errors: a build reports them per document. Only an endless loop is a failure here.
     with contextlib.suppress(BaseException):
         encoder.encode(TextBlock.of_texts(hard_texts(files)))
     yield None

@@ -40,7 +40,7 @@ _GIVEN = frozenset({"messages", _TOOLS, _CLOCK, "add_generation_prompt"}) | {
     f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 }
 
-_LIMITS = {"seconds": 10, "num_bytes": 2 << 30}  # per rendered conversation
+_LIMITS = {"seconds": 10, "num_bytes": 2 << 30}  # per rendering
 
 
 class TemplateChats:
@@ -78,7 +78,7 @@ class TemplateChats:
 
     def render_all(self, texts: Sequence[str]) -> Iterator[Rendered | DataError]:
         """Render JSON documents in a child process; yield a DataError for an unusable one.
-        Raises LimitError if a document needs too much time or memory.
+        Raises LimitError if the next document needs too much time or memory.
         """
         return run_limited(map(self._render_json, texts), **_LIMITS)
 

@@ -102,7 +102,7 @@ class TokenizerFiles:
     special: Mapping[str, int] = field(default_factory=dict)  # text -> id of added tokens
     # Subset of ``special``: tokens that a text contains only by accident, so without unk.
     controls: Mapping[str, int] = field(default_factory=dict)
-    special_as_text: bool = False  # encode ``controls`` found in a text as text
+    special_as_text: bool = False  # encode ``controls`` in a text as ordinary text
     config: Mapping[str, Any] = field(default_factory=dict)  # tokenizer_config.json
     # Texts of the tokens that the tokenizer itself adds before and after a text.
     framing: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
@@ -395,7 +395,7 @@ def _gpt2_definition(
         config: ``_GPT2_CONFIG``, overridden by the files in the same directory; ``added_tokens``.
 
     Raises:
-        ConfigError: the files belong to another tokenizer, which splits text differently.
+        ConfigError: the files belong to a tokenizer that splits text differently.
         FormatError: the files are not a vocabulary and its merges.
     """
     name = f"{paths[0]} with {paths[1].name}"

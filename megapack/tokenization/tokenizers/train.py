@@ -62,9 +62,9 @@ def train_tokenizer(
         sample_bytes: bytes of text to train on.
 
     Raises:
-        ConfigError: ``output`` is not a file name, or a different file and ``overwrite`` is
-            False; the vocabulary is too small, or larger than the text can fill; a special token is
-            empty.
+        ConfigError: ``output`` is not a file name, or exists with different content and
+            ``overwrite`` is False; the vocabulary is too small, or larger than the text can fill; a
+            special token is empty.
         DataError: a document is faulty, or the corpus has no documents.
     """
     if vocab_size < 300:

@@ -11,7 +11,7 @@ A fixed sample cannot show that two implementations agree: of 740 random tokeniz
 pre-tokenizer are on a list of combinations that property tests compare
 (tests/tokenization/tokenizers/test_equal_ids.py). Added tokens cannot affect a document that
 contains none of them; a document with one goes to the reference, except for plain added tokens: no
-flags, no overlap with another. For these, gigatoken was verified; every chat contains some.
+flags, no overlap with another. For these, gigatoken was verified, because chats contain many.
 """
 
 from __future__ import annotations
