@@ -1,9 +1,9 @@
 """Import token files of other tools as datasets, without copying tokens if the layout allows.
 
-- ``import_dataset``: from another tool's file (``foreign.py`` reads it) to a dataset
-- ``LINKS``, ``SEPARATED``: how .bin gets the tokens, and the position of separators in documents
+- ``import_dataset``: make a dataset from another tool's file (``foreign.py`` reads it)
+- ``LINKS``, ``SEPARATED``: values of its arguments ``link`` and ``eod_at``
 
-A file of five uint16 tokens 7 8 0 9 0 and the end-of-text token 0 ::
+A file of the five uint16 tokens 7 8 0 9 0, in which 0 ends a document::
 
     import_dataset("train.bin", "train", dtype="uint16", eod_token=0)
     # -> "train: 2 documents, 5 uint16 tokens (flat, .bin unchanged)": [7, 8, 0] and [9, 0]
@@ -63,7 +63,7 @@ _LABEL_BLOCK = 1 << 20  # tokens
 
 @dataclass(frozen=True)
 class _Source:
-    """File with known documents and checked tokens."""
+    """File whose documents are known and whose tokens were checked."""
 
     foreign: Foreign
     layout: ArrayLayout
@@ -81,8 +81,9 @@ def _read(
     eod_at: str | None,
     vocab_size: int | None,
 ) -> _Source:
-    """Find the documents of a file and check its tokens. Raises as ``open_foreign``; DataError: the
-    separator never occurs, or the ids contradict the dtype or the vocabulary."""
+    """Find the documents of a file and check its tokens. Raises the errors of ``open_foreign``,
+    ConfigError if an argument is missing or contradicts the file, and DataError if the separator
+    never occurs, or the ids contradict the dtype or the vocabulary."""
     foreign = open_foreign(path, kind, dtype=dtype)
     name = foreign.tokens_path
     if foreign.vocab_size is not None and vocab_size not in (None, foreign.vocab_size):
@@ -140,7 +141,7 @@ def import_dataset(
     metadata: Mapping[str, Any] | None = None,
     overwrite: bool = False,
 ) -> str:
-    """Make a dataset from another tool's tokens; return a summary for people.
+    """Make a dataset from another tool's tokens; return a summary as text.
 
     The .bin is a link to the file if that contains only tokens; otherwise tokens are copied.
     Documents keep their order and sequences. All tokens are read once, for their checksum and
@@ -148,25 +149,25 @@ def import_dataset(
     nothing is done.
 
     Args:
-        path: file or prefix; ``<output>.bin`` itself stays unchanged.
+        path: file or prefix. If it is ``<output>.bin`` itself, that file stays unchanged.
         output: prefix of the dataset; a remote one is uploaded when it is complete.
-        kind: of the file, one of ``KINDS``; detected by default.
-        dtype: of the tokens, if the file does not record it.
-        eod_token: the id that separates documents, for files without recorded bounds.
-        eod_at: its position in a document: ``"end"``, ``"start"`` (default for llm.c), or
-            ``"both"``.
-        link: ``"hard"``, ``"symbolic"``, ``"copy"``; auto: the first of these that works.
-        vocab_size: number of token ids; larger ids are errors, and the number is recorded.
-        metadata: JSON-able facts for the meta file.
-        overwrite: replace another dataset at ``output``.
+        kind: the file's format, one of ``KINDS``; detected by default.
+        dtype: type of the tokens, if the file does not record it.
+        eod_token: id that separates documents, if the file does not record where they end.
+        eod_at: position of ``eod_token`` in a document: ``"end"``, ``"start"`` (default for
+            llm.c), or ``"both"``.
+        link: ``"hard"``, ``"symbolic"``, ``"copy"``, or ``"auto"``: the first of these that works.
+        vocab_size: number of token ids; ids must be smaller. Recorded in the meta file.
+        metadata: facts for the meta file, which JSON can represent.
+        overwrite: replace a different dataset at ``output``.
 
     Raises:
-        ConfigError: ``output`` is another dataset or not writable, or an argument is missing or
+        ConfigError: ``output`` is a different dataset or not writable, or an argument is missing or
             contradicts the file.
         LockedError: another process writes ``output``.
         FormatError: the file is damaged, of another format, or does not fit the files next to it.
         DataError: the separator never occurs, or the ids contradict the dtype or the vocabulary.
-        OSError: a file cannot be read, linked or written; then the output does not exist.
+        OSError: a file cannot be read, linked or written; the output does not exist.
     """
     if link not in LINKS:
         raise ConfigError(f"link is {link!r}; it is one of {', '.join(LINKS)}")
@@ -205,7 +206,7 @@ def import_dataset(
 
 
 def _refuse_companions(prefix: str) -> None:
-    """Raise ConfigError if the dataset has labels, weights or groups; import copies none."""
+    """Raise ConfigError if the dataset has labels, weights or groups, which import cannot copy."""
     for end in BESIDE:
         if path_of(prefix + end, ".idx").exists():
             raise ConfigError(
@@ -215,7 +216,7 @@ def _refuse_companions(prefix: str) -> None:
 
 
 def _write(source: _Source, target: str, link: str, keeps_bin: bool, overwrite: bool) -> str | None:
-    """Write the dataset and its labels; return the origin of .bin, None if all files existed."""
+    """Write the dataset and its labels. Return how .bin was made, or None if all files existed."""
     foreign, layout, how = source.foreign, source.layout, "unchanged"
     bin_path, tokens = path_of(target, ".bin"), source.facts
     write_labels = _write_labels_of(source, target, overwrite)
@@ -274,7 +275,7 @@ def _write_labels_of(source: _Source, target: str, overwrite: bool) -> Callable[
     source.notes.append(f"{num_masked} tokens without loss by {foreign.mask_path.name}")
     facts = {"labels": "token id where it carries loss, -100 elsewhere; not shifted"}
     lengths = xxhash.xxh3_128_hexdigest(source.layout.lengths.tobytes())
-    # Identity of the documents that the labels belong to.
+    # Identifies the mask and the documents that the labels belong to.
     facts["mask"] = " ".join([digest, lengths, *(each for _, each in source.facts.checksums)])
 
     def write() -> None:
@@ -298,7 +299,7 @@ def _write_labels(
     ) as builder:
         first = 0
         while first < layout.num_documents:
-            # Take as many whole documents as fit a block, at least one.
+            # Take as many whole documents as fit into a block, at least one.
             limit = int(offsets[first]) + _LABEL_BLOCK
             end = max(first + 1, int(np.searchsorted(offsets, limit, "right")) - 1)
             begin_token, end_token = int(offsets[first]), int(offsets[end])
@@ -309,7 +310,8 @@ def _write_labels(
 
 
 def _check_ids(foreign: Foreign, tokens: TokenFacts) -> None:
-    """Refuse ids outside the limits, and tokens that differ from the facts in their meta file."""
+    """Raise DataError for ids outside the limits, and FormatError for tokens that do not match
+    their meta file."""
     limits = TokenLimits(foreign.dtype, foreign.vocab_size, foreign.allow_negative)
     if tokens.token_range is not None and not limits.hold(*tokens.token_range):
         low, high = tokens.token_range
@@ -338,7 +340,7 @@ def _in_order(
     bin_path: Path,
     limits: TokenLimits,
 ) -> tuple[TokenFacts, AtomicFile]:
-    """Copy sequences into the order of their index; return facts and the unpublished file."""
+    """Copy the sequences in the order of the index; return facts and the unpublished file."""
     width = foreign.dtype.itemsize
     size = foreign.tokens_path.stat().st_size // width
     tokens = np.memmap(foreign.tokens_path, foreign.dtype, "r", shape=(size,))
@@ -353,7 +355,7 @@ def _in_order(
 
 
 def _link_or_copy(foreign: Foreign, bin_path: Path, link: str) -> tuple[Publishable, str]:
-    """Return an unpublished link to the tokens, or a copy of them, and its kind."""
+    """Return an unpublished link to the tokens, or a copy of them, and how it was made."""
     tokens = foreign.tokens_path.resolve()
     ways: dict[str, tuple[str, Callable[[Path], None]]] = {
         "hard": ("hard link", lambda path: path.hardlink_to(tokens)),

@@ -1,12 +1,12 @@
 """Write the .idx and the meta file, and rename the three files of a dataset.
 
-- ``ArrayLayout``, ``FileLayout``: lengths of sequences and ends of documents; ``write_index``
-- ``DocumentLog``: the layout of a dataset under construction
+- ``ArrayLayout``, ``FileLayout``: lengths of sequences and ends of documents
+- ``write_index``: write an .idx from layouts; ``DocumentLog``: the layout of a builder
 - ``DatasetContent``, ``check_prefix``, ``publish_dataset``: the final step of every writer
 
-The .idx is written block by block, so that memory does not grow with the corpus: a builder has one
-layout in memory; a merge has one per input and reads its .idx again for every array; repair and
-import use arrays. Two documents of 3 + 1 and 2 tokens, the first of two sequences::
+The .idx is written block by block. Builder, repair and import have one layout in memory; a merge
+reads the .idx of each input once per array, so its memory does not grow with the corpus. Two
+documents in uint16, one of two sequences (3 and 1 tokens), and one of one sequence (2 tokens)::
 
     ArrayLayout(lengths=[3, 1, 2], ends=[2, 3])     # -> pointers 0, 6, 8; document indices 0, 2, 3
 """
@@ -58,10 +58,10 @@ MAX_SEQUENCE_LENGTH = 2**31 - 1
 
 @dataclass(frozen=True)
 class ArrayLayout:
-    """Layout in memory; blocks may have any size."""
+    """Layout in memory."""
 
     lengths: NDArray[np.int32]  # tokens per sequence
-    ends: NDArray[np.int64] | None = None  # of documents, in sequences; None: one sequence each
+    ends: NDArray[np.int64] | None = None  # sequence after each document; None: 1, 2, 3, ...
     modes: NDArray[np.int8] | None = None  # per sequence; None: not multimodal
 
     @property
@@ -77,21 +77,21 @@ class ArrayLayout:
         return int(self.lengths.sum(dtype=np.int64))
 
     def length_blocks(self) -> Iterator[NDArray[np.int32]]:
-        """Yield tokens per sequence."""
+        """Yield the number of tokens of each sequence, in blocks."""
         return _blocks(self.lengths)
 
     def end_blocks(self) -> Iterator[NDArray[np.int64]]:
-        """Yield the sequence after the last one of every document."""
+        """Yield the number of the sequence that follows each document, in blocks."""
         return _identity_ends(self.num_sequences) if self.ends is None else _blocks(self.ends)
 
     def mode_blocks(self) -> Iterator[NDArray[np.int8]]:
-        """Yield the mode of each sequence; only for multimodal layouts."""
+        """Yield the mode of each sequence, in blocks; only for multimodal layouts."""
         assert self.modes is not None
         return _blocks(self.modes)
 
 
 class FileLayout:
-    """Layout of an .idx on disk; open only while it is read, so that thousands can be merged."""
+    """Layout in an .idx, which is open only while it is read, so that thousands can be merged."""
 
     def __init__(self, path: str | os.PathLike[str], multimodal: bool = False) -> None:
         self.path = Path(path)
@@ -105,11 +105,11 @@ class FileLayout:
         return self._read(np.int32, self.header.lengths_at, self.num_sequences)
 
     def pointer_blocks(self) -> Iterator[NDArray[np.int64]]:
-        """Yield the stored pointers: the byte of .bin at which each sequence begins."""
+        """Yield the stored pointers (the byte of .bin at which each sequence begins) in blocks."""
         return self._read(np.int64, self.header.pointers_at, self.num_sequences)
 
     def first_document_index(self) -> int:
-        """Return the stored first sequence of document 0; it should be 0."""
+        """Return the first document index in the file; in a valid file it is 0."""
         if self.header.lacks_document_indices:
             return 0
         (first,) = self._read(np.int64, self.header.document_indices_at, 1)
@@ -159,8 +159,8 @@ def write_index(
     """Write a whole .idx, byte for byte as megatron-core does; return its size and checksum.
 
     ``write`` receives the bytes in order; ``layouts`` have the order of their tokens in .bin, and
-    pointers are recomputed. Raises FormatError: a layout has a negative length, or its documents do
-    not end at its last sequence.
+    pointers are recomputed. Raises FormatError if a layout has a negative length, or if its
+    documents do not end at its last sequence.
     """
     hasher, num_bytes = xxhash.xxh3_128(), 0
     for block in _index_blocks(dtype, layouts, multimodal):
@@ -214,8 +214,8 @@ def _identity_ends(num_sequences: int) -> Iterator[NDArray[np.int64]]:
 
 
 class DocumentLog:
-    """Lengths of sequences (4 bytes each) and, only if some document has not exactly one sequence,
-    the ends of documents (8 bytes each)."""
+    """Layout of a dataset under construction. Needs 4 bytes per sequence and, as soon as a document
+    does not have exactly one sequence, 8 bytes per document."""
 
     def __init__(self, multimodal: bool) -> None:
         self.multimodal = multimodal
@@ -272,7 +272,7 @@ class DocumentLog:
             )
 
     def layout(self) -> ArrayLayout:
-        """Return views of everything added so far; add nothing while they exist."""
+        """Return everything added so far as views; nothing may be added while they exist."""
         ends = None if self._ends is None else np.frombuffer(self._ends, np.int64)
         lengths = np.frombuffer(self._lengths, np.int32) if self._lengths else np.zeros(0, np.int32)
         modes = np.frombuffer(self._modes, np.int8) if self._modes else np.zeros(0, np.int8)
@@ -281,7 +281,7 @@ class DocumentLog:
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetContent:
-    """Contents of a new dataset: facts about its .bin, all of its .idx and its meta file."""
+    """Contents of a new dataset: facts about its .bin, and all of its .idx and meta file."""
 
     dtype: np.dtype[Any]
     layouts: Sequence[Layout]
@@ -314,8 +314,8 @@ class DatasetContent:
         }
 
     def difference_from(self, prefix: str) -> str | None:
-        """Return how the dataset at a prefix differs; None if it is this one, or a part of it that
-        a killed process left. Compares the meta files and the checksum of .idx, but not .bin."""
+        """Return how the dataset at a prefix differs. None if it equals this one, or is a part of
+        it that a killed process left. Compares meta files, checksum of .idx and size of .bin."""
         idx_path, bin_path = path_of(prefix, ".idx"), path_of(prefix, ".bin")
         try:
             existing = read_meta(prefix)
@@ -338,9 +338,9 @@ class DatasetContent:
 
 
 def check_prefix_names(prefix: str, *, keeps_bin: bool = False) -> list[Path]:
-    """Return the paths of a new dataset's files (``keeps_bin``: the existing .bin becomes the
-    dataset's). Raises ConfigError: a file cannot be written (see ``target_of``), or .bin is a link,
-    as import creates them: its target may belong to someone else."""
+    """Return the paths of a new dataset's files, without .bin if ``keeps_bin`` (the existing .bin
+    becomes the dataset's). Raises ConfigError if a file cannot be written (see ``target_of``), or
+    if .bin is a link (import creates links): its target may belong to someone else."""
     bin_path = path_of(prefix, ".bin")
     if not keeps_bin and bin_path.is_symlink() and bin_path.exists():
         raise ConfigError(
@@ -357,8 +357,8 @@ def check_prefix(
     difference: str | Callable[[], str | None],
     keeps_bin: bool = False,
 ) -> bool:
-    """Apply ``check_target`` to all files of a dataset; also return True for an equal dataset that
-    lacks its .idx or .bin. Raises ConfigError: see ``check_target`` and ``check_prefix_names``."""
+    """Return what ``check_target`` returns for a dataset, but True for an equal dataset without
+    .idx or .bin. Raises the ConfigErrors of ``check_target`` and ``check_prefix_names``."""
     existing = [path for path in check_prefix_names(prefix, keeps_bin=keeps_bin) if path.exists()]
     is_new = not existing or check_target(existing[0], overwrite=overwrite, difference=difference)
     return is_new or not all(path_of(prefix, end).exists() for end in (".bin", ".idx"))
@@ -372,14 +372,14 @@ def publish_dataset(
     idx_path: str | os.PathLike[str] | None = None,
     durable: bool = True,
 ) -> None:
-    """Write the .idx and the meta file, and rename all files; an OSError leaves no new file.
+    """Write the .idx and the meta file, and rename all files. After an OSError no new file exists.
 
     Readers find the old dataset, none, or the new one at any moment: the old .idx is removed before
-    the new .bin is renamed, and the new .idx comes last (see ``open_pair``). The meta file comes
-    first: from it a repeated run recognizes what a killed process left.
+    the new .bin is renamed, and the new .idx is renamed last (see ``open_pair``). The meta file is
+    renamed first: a repeated run compares it to recognize what a killed process left.
 
-    ``bin_file`` has the unpublished tokens; None: .bin exists already. ``durable``: wait until
-    everything is on the disk.
+    ``bin_file`` contains the unpublished tokens; it is None if .bin exists already. If ``durable``,
+    wait until everything is on the disk.
     """
     idx = AtomicFile(path_of(prefix, ".idx") if idx_path is None else idx_path)
     meta = AtomicFile(meta_path(prefix))
@@ -388,7 +388,7 @@ def publish_dataset(
         meta.write(f"{text}\n".encode())
         files = [meta, *([] if bin_file is None else [bin_file]), idx]
         if durable:
-            for file in files:  # the slowest part, while the old dataset still exists
+            for file in files:  # do the slowest part while the old dataset still exists
                 file.sync()
         idx.path.unlink(missing_ok=True)
         publish(*files, durable=durable)

@@ -1,11 +1,11 @@
 """Repair a damaged .idx, as far as the other files prove its content.
 
-The new .idx takes the name when it is complete; the old one stays as ``<prefix>.idx.orig``. Tokens
-are never changed; .bin is only truncated, and only on request.
+The new .idx gets its name when it is complete; the old one is kept as ``<prefix>.idx.orig``. Tokens
+are never changed; .bin is at most truncated, and only on request.
 
     repair("corpus")
-    # -> a sentence per change, such as "recomputed the pointers of 3 sequences"; [] for a sound
-    #    dataset; FormatError, with the argument that allows it, if the repair would lose something
+    # -> a sentence per change, such as "recomputed the pointers of 3 sequences"; [] for a valid
+    #    dataset; FormatError, which names the argument to pass, if the repair would lose data
 """
 
 from __future__ import annotations
@@ -58,20 +58,20 @@ def repair(
 ) -> list[str]:
     """Repair a dataset's .idx in place; return what was (or would be) done, one sentence each.
 
-    Repaired by default: a dtype code of another tool's table (proven by the pointers and the size
+    By default, repairs a dtype code of another tool's table (proven by the pointers and the size
     of .bin), pointers that overflowed or do not follow from the lengths, documents that are missing
     at the end or lost in a GPT-NeoX merge (each sequence becomes one), an .idx that was truncated
-    after its lengths, bytes after its end.
+    after its lengths, and bytes after the end of the .idx.
 
     Args:
-        prefix: with or without ``.idx``.
+        prefix: the dataset's prefix, with or without ``.idx``.
         drop_truncated: if .bin is too short, keep the documents that are complete.
         drop_trailing: remove bytes of .bin that belong to no sequence.
-        one_document_per_sequence: discard invalid document indices.
+        one_document_per_sequence: if document indices are invalid, make each sequence a document.
         dry_run: change nothing.
 
     Raises:
-        FormatError: it cannot be repaired, or only with one of the arguments above.
+        FormatError: the dataset cannot be repaired, or only with one of the arguments above.
         LockedError: another process writes this dataset.
         OSError: a file cannot be read or written; the old .idx is unchanged.
     """
@@ -137,7 +137,7 @@ def _repair_documents(
 
 
 def _complete(ends: NDArray[np.int64], num_sequences: int, done: list[str]) -> NDArray[np.int64]:
-    """Return document ends up to the last sequence; sequences without a document get one."""
+    """Return document ends up to the last sequence; each one without a document becomes one."""
     last = int(ends[-1]) if ends.size else 0
     if last == num_sequences:
         return ends
@@ -146,7 +146,8 @@ def _complete(ends: NDArray[np.int64], num_sequences: int, done: list[str]) -> N
 
 
 def _salvage(idx_path: Path, bin_path: Path, done: list[str]) -> _Index | None:
-    """Return the index of an .idx that was truncated after its lengths (disk full), else None."""
+    """Return the index of an .idx that was truncated after its lengths (disk full), or None if it
+    is damaged in another way."""
     with open_regular(idx_path) as file:
         size = file_identity(file).num_bytes
         head = file.read(HEADER_BYTES)
@@ -172,7 +173,8 @@ def _salvage(idx_path: Path, bin_path: Path, done: list[str]) -> _Index | None:
 def _fit(
     index: _Index, bin_path: Path, drop_truncated: bool, drop_trailing: bool, done: list[str]
 ) -> tuple[_Index, int | None]:
-    """Return the index of the documents in .bin, and the size to truncate .bin to, or None."""
+    """Return the index of the documents that .bin contains, and the size to which to truncate .bin
+    (None to keep it)."""
     size, needed = bin_path.stat().st_size, index.num_bytes
     if size < needed:
         documents, sequences = _whole(index, size)
@@ -206,7 +208,8 @@ def _fit(
 
 
 def _whole(index: _Index, num_bytes: int) -> tuple[int, int]:
-    """Return how many documents end within ``num_bytes`` of .bin, and their sequences."""
+    """Return how many documents the first ``num_bytes`` of .bin contain, and how many sequences
+    these documents have."""
     bytes_before = np.cumsum(index.layout.lengths, dtype=np.int64) * index.dtype.itemsize
     sequences = int(np.searchsorted(bytes_before, num_bytes, side="right"))
     ends = index.layout.ends
@@ -226,7 +229,7 @@ def _replace(prefix: str, index: _Index, cut: int | None, done: list[str]) -> No
         with atomic_write(idx_path) as file:
             write_index(file.write, dtype, [layout], multimodal=multimodal)
     else:
-        # The checksums stay valid if the same bytes still are the same tokens.
+        # The recorded facts stay valid if neither the size of .bin nor the dtype changed.
         is_known = meta["bin"]["bytes"] == index.num_bytes and meta["dtype"] == dtype.name
         scan = partial(scan_tokens, bin_path, dtype, layout.num_tokens)
         content = DatasetContent(
@@ -243,7 +246,7 @@ def _replace(prefix: str, index: _Index, cut: int | None, done: list[str]) -> No
 
 
 def _meta_of(prefix: str, done: list[str]) -> dict[str, Any] | None:
-    """Return the meta file if it describes the .idx before the repair."""
+    """Return the meta file if it describes the .idx before the repair, else None."""
     try:
         meta = read_meta(prefix)
     except FormatError:
@@ -256,7 +259,7 @@ def _meta_of(prefix: str, done: list[str]) -> dict[str, Any] | None:
 
 
 def _keep_original(idx_path: Path) -> None:
-    """Give the old .idx a second name, atomically."""
+    """Give the old .idx the second name ``<prefix>.idx.orig``, atomically, if that is free."""
     original, old = idx_path.with_name(idx_path.name + ".orig"), target_of(idx_path)
     if original.exists():
         return

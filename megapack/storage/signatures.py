@@ -1,12 +1,12 @@
-"""Names of file formats by their first bytes, and what to do with those that import cannot read.
+"""Recognize file formats by their first bytes, and say what to do if import cannot read them.
 
-- ``recognize``: the format of a file or folder that holds no plain tokens, and a remedy
+- ``recognize``: the format of a file or folder that is not plain tokens, and a remedy
 
     recognize("corpus.tar")     # -> "a tar archive (webdataset): write its texts as ..."
     recognize("train.bin")      # -> None: nothing contradicts plain tokens
 
-A magic number alone decides only where chance cannot produce it; shorter ones are confirmed by the
-structure behind them (sizes that add up, a stream that decompresses).
+A magic number of 4 or more bytes is proof enough; after a shorter one, the data must also have the
+right structure (sizes that add up, a stream that decompresses).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _TEXT = (
 _SAVE = "save {} with numpy.save, and import that .npy"
 _UNPACK = "unpack it first: {tool} {path}"
 
-# First bytes, name, remedy. All are longer than chance: 4 bytes are one file in 4 billion.
+# First bytes, name, remedy. All have 4 or more bytes: chance matches 4 in one of 4 billion files.
 _MAGICS: tuple[tuple[bytes, str, str], ...] = (
     (b"\x93NUMPY", "a .npy file", "import it with --kind npy (the default finds it)"),
     (b"MMIDIDX\0\0", "the .idx of a Megatron pair", "import the prefix: leave out the ending .idx"),
@@ -72,8 +72,8 @@ _TAR_TEXT = (
 
 
 def recognize(path: str | os.PathLike[str]) -> str | None:
-    """Return "a NAME: REMEDY" of a file or folder of another format, None if none is recognized.
-    Raises FormatError: the path is neither a regular file nor a folder."""
+    """Return "a NAME: REMEDY" for a file or folder that is not plain tokens, or None if its format
+    is not recognized. Raises FormatError if the path is neither a regular file nor a folder."""
     path = Path(path)
     if path.is_dir():
         return _recognize_folder(path)
@@ -113,7 +113,7 @@ def _llm_c(head: bytes) -> str | None:
 
 
 def _compressed(path: Path, head: bytes) -> str | None:
-    """Recognize gzip, zlib and bzip2; 2 or 3 bytes prove little, so the stream must decompress."""
+    """Recognize gzip and bzip2. Gzip's 3 bytes prove little, so its stream must decompress."""
     if head.startswith(b"\x1f\x8b\x08"):
         with contextlib.suppress(zlib.error):
             zlib.decompressobj(31).decompress(head)
@@ -150,7 +150,7 @@ def _safetensors(head: bytes, size: int) -> str | None:
 
 
 def _pickle(head: bytes, tail: bytes) -> str | None:
-    # After the protocol: a frame, or an object that is being built.
+    # The byte after the protocol number begins a frame or an object.
     begins = len(head) > 2 and head[0] == 0x80 and 2 <= head[1] <= 5 and head[2] in b"\x95\x8c}](cX"
     if begins and tail.endswith(b"."):
         return f"a pickle: {_SAVE.format('its tokens')}"
@@ -158,7 +158,7 @@ def _pickle(head: bytes, tail: bytes) -> str | None:
 
 
 def _shard(path: Path, head: bytes, size: int) -> str | None:
-    """MDS (MosaicML streaming) and LitData begin with a count and the offsets of their samples."""
+    """Recognize MDS (MosaicML streaming) and LitData by the count and offsets of their samples."""
     if len(head) < 12:
         return None
     count, first = struct.unpack("<II", head[:8])
@@ -180,7 +180,7 @@ def _shard(path: Path, head: bytes, size: int) -> str | None:
 
 
 def mds_remedy(folder: Path, shard: dict[str, object]) -> str:
-    """Return name and remedy of an MDS folder by the columns that a shard of it names."""
+    """Return name and remedy for an MDS folder, chosen by the columns of one of its shards."""
     names, encodings = shard.get("column_names"), shard.get("column_encodings")
     columns: dict[str, str] = {}
     if isinstance(names, list) and isinstance(encodings, list):
@@ -208,7 +208,7 @@ def mds_remedy(folder: Path, shard: dict[str, object]) -> str:
 
 
 def _text(path: Path, head: bytes) -> str | None:
-    """Recognize JSON and JSON Lines: dozens of printable characters, which token ids never are."""
+    """Recognize JSON and JSON Lines by a start of printable characters; token ids have others."""
     start = head[:64]
     if len(start) < 16 or start.lstrip()[:1] not in (b"{", b"["):
         return None

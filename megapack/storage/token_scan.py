@@ -1,10 +1,11 @@
-"""Facts from the tokens of a file: their width, document ends, begin and end tokens.
+"""Find the token width, the document ends, and begin and end tokens from the tokens of a file.
 
 - ``Scan``: one pass over all tokens; ``check_width``, ``likely_dtype``: compare ids with the dtype
-- ``split_documents``: documents between separators; ``count_separators_only``
+- ``split_documents``: documents between separators
+- ``count_separators_only``: number of documents without other tokens
 - ``edge_tokens``: ids with which every document begins or ends
 
-Four uint32 ids 7 8 0 9, read as uint16, are 7 0 8 0 0 0 9 0: every second one is 0::
+The four uint32 ids 7 8 0 9, read as uint16, are 7 0 8 0 0 0 9 0: every second id is 0::
 
     check_width(foreign, Scan(foreign, None), None)
     # DataError: ... 0 or next to 0 at every second position: ... give --dtype uint32
@@ -29,10 +30,10 @@ _SAMPLE_TOKENS = 1 << 16
 
 
 class Scan:
-    """Facts of all tokens, read once from end to end."""
+    """Facts about all tokens of a file, collected in one pass."""
 
     def __init__(self, foreign: Foreign, separator: int | None) -> None:
-        self.maxima = np.zeros(4, np.int64)  # of the positions 0, 1, 2 and 3 modulo 4
+        self.maxima = np.zeros(4, np.int64)  # largest id at positions 0 to 3 modulo 4
         self.separators: NDArray[np.int64] = np.zeros(0, np.int64)
         tokens = mapped_tokens(foreign)
         self.first = int(tokens[0]) if tokens.size else -1
@@ -43,7 +44,7 @@ class Scan:
 
         def look(block: Tokens, *_: int) -> None:
             nonlocal begin
-            # Every block begins at a multiple of 4.
+            # Every block begins at a multiple of 4, so k is the position modulo 4.
             for k in range(min(4, block.size)):
                 self.maxima[k] = max(self.maxima[k], int(block[k::4].max()))
             self.num_first += int(np.count_nonzero(block == self.first))
@@ -67,10 +68,10 @@ def mapped_tokens(foreign: Foreign) -> Tokens:
 
 
 def _is_plausible(maxima: NDArray[np.int64], num_tokens: int, limit: int) -> bool:
-    """Return whether ids can have this width, by the largest at the positions 0 to 3 modulo 4.
+    """Return whether ids can have this width, from the largest at positions 0 to 3 modulo 4.
 
-    Ids read at half their width have their high half at every second position: 0, or at most 15 for
-    a vocabulary below 2^20. Ids read at twice their width exceed every vocabulary.
+    If ids are read at half their width, every second number is a high half: 0, or at most 15 for a
+    vocabulary below 2^20. Ids read at twice their width exceed every vocabulary.
     """
     if int(maxima.max(initial=0)) >= limit:
         return False
@@ -81,7 +82,7 @@ def _is_plausible(maxima: NDArray[np.int64], num_tokens: int, limit: int) -> boo
 
 
 def check_width(foreign: Foreign, scan: Scan, vocab_size: int | None) -> None:
-    """Refuse a dtype that the ids contradict, and name the one that they fit."""
+    """Raise DataError if the ids contradict the dtype; the message names the dtype that fits."""
     limit = max(_LARGEST_VOCABULARY, vocab_size or 0)
     if _is_plausible(scan.maxima, foreign.num_tokens, limit):
         return
@@ -101,7 +102,7 @@ def check_width(foreign: Foreign, scan: Scan, vocab_size: int | None) -> None:
 
 
 def likely_dtype(foreign: Foreign, vocab_size: int | None) -> str | None:
-    """Return the type as which the first tokens are plausible ids, or None."""
+    """Return another type in which the first tokens are plausible ids, or None."""
     num_bytes = foreign.num_tokens * foreign.dtype.itemsize
     with open_regular(foreign.tokens_path) as file:
         file.seek(foreign.begin_byte)
@@ -125,7 +126,8 @@ def split_documents(
 ) -> tuple[ArrayLayout, dict[str, int]]:
     """Return the documents between separators, and begin and end tokens for the meta file.
 
-    ``at`` is ``"end"``, ``"start"`` or ``"both"``; None: ``"end"``, refused if that is a guess.
+    ``at`` is the separator's position in a document: ``"end"``, ``"start"`` or ``"both"``. None
+    means ``"end"``, but raises ConfigError if the file begins with a separator.
     """
     path, num_tokens, marks = foreign.tokens_path, foreign.num_tokens, scan.separators
     if num_tokens and not marks.size:
@@ -161,7 +163,8 @@ def split_documents(
 
 
 def _unpaired(marks: NDArray[np.int64], num_tokens: int) -> int | None:
-    """Return the first token that contradicts separators at both ends of documents, or None."""
+    """Return the position of the first token that contradicts separators at both ends of every
+    document, or None."""
     begins, ends = marks[::2], marks[1::2]
     expected = np.concatenate([[0], ends + 1])[: begins.size]
     wrong = np.flatnonzero(begins != expected)
@@ -173,7 +176,8 @@ def _unpaired(marks: NDArray[np.int64], num_tokens: int) -> int | None:
 
 
 def edge_tokens(foreign: Foreign, layout: ArrayLayout, scan: Scan) -> dict[str, int]:
-    """Return ids with which every document (of at least two) begins or ends, and no other token."""
+    """Return the ids that begin or end every document and occur nowhere else; an empty dict if
+    fewer than two documents have tokens."""
     offsets = np.concatenate([[0], np.cumsum(layout.lengths, dtype=np.int64)])
     if layout.ends is not None:
         offsets = offsets[np.concatenate([[0], layout.ends])]
@@ -195,7 +199,7 @@ def edge_tokens(foreign: Foreign, layout: ArrayLayout, scan: Scan) -> dict[str, 
 
 
 def count_separators_only(foreign: Foreign, layout: ArrayLayout, separators: list[int]) -> int:
-    """Number of documents that consist of separators alone: one, or one at each end."""
+    """Return how many documents consist only of separators: one, or one at each end."""
     offsets = np.cumsum(layout.lengths, dtype=np.int64) - layout.lengths
     tokens = mapped_tokens(foreign)
     alone = 0

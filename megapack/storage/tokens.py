@@ -2,10 +2,10 @@
 
 - ``as_tokens``: ids from lists, arrays and tensors; ``TokenLimits``: accepted ids
 - ``open_npy``: the array of a .npy file, for import, lists of documents, groups and weights
-- ``as_loss_weights``: loss weights in the form in which a dataset stores them
+- ``as_loss_weights``: loss weights as a dataset stores them
 - ``scan_tokens``: checksum and range of the tokens in a file
 - ``TokenWriter``: a .bin under a temporary name
-- ``InputDataset``: a checked dataset as input of another one
+- ``InputDataset``: a checked dataset whose tokens are copied to a new one
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ BUFFER_BYTES = 1 << 19  # small enough to stay in the CPU cache between check, c
 
 
 def as_tokens(tokens: Any) -> Tokens:
-    """Return tokens as a plain 1-D integer array, without a copy if they are one already.
+    """Return tokens as a plain 1-D integer array; do not copy an array that is one already.
 
     Accepts arrays, tensors of torch and similar, lists, and lists of numeric strings (Megatron's
-    tools pass them). Raises TypeError: floats, booleans, or objects that are not numbers.
+    tools pass them). Raises TypeError for floats, booleans, or objects that are not numbers.
     """
     ids: Tokens = tokens if type(tokens) is np.ndarray else _to_array(tokens)
     dtype, flags = ids.dtype, ids.flags
@@ -66,8 +66,8 @@ def _to_array(tokens: Any) -> NDArray[Any]:
 
 
 def open_npy(path: str | os.PathLike[str]) -> np.memmap[Any, Any]:
-    """Map the array of a .npy file for reading. Raises FormatError: another kind of file,
-    truncated, an array of Python objects, or bytes after the array (a second one)."""
+    """Map the array of a .npy file for reading. Raises FormatError if the file is not a .npy file,
+    is truncated, contains Python objects, or continues after the array (a second array)."""
     try:
         array = np.lib.format.open_memmap(Path(path), mode="r")
     except OSError:
@@ -88,18 +88,18 @@ NUM_LOSS_WEIGHTS = 0x7C00  # number of bit patterns below that of infinity
 
 
 def holds_weights(meta: Mapping[str, Any] | None) -> bool:
-    """Return whether a dataset contains loss weights, by its meta file."""
+    """Return whether a dataset contains loss weights, according to its meta file."""
     return LOSS_WEIGHTS.items() <= (meta or {}).items()
 
 
 def as_loss_weights(weights: Any) -> Tokens:
-    """Return the bits of float16 loss weights as uint16, a type that token files can have; 1-D.
+    """Return loss weights as float16, reinterpreted as uint16, a type that token files can have.
 
         as_loss_weights([1, 0.5, 0]).view(np.float16)     # -> [1, 0.5, 0]
 
-    Weights are factors around 1, from 0 to 65504: float16 keeps 3 digits of them where bfloat16
-    keeps 2, and numpy supports it. Raises DataError: a weight is not a number, negative, too large,
-    or so small that it would be stored as 0 (below 3e-8).
+    The result is 1-D. Weights are factors around 1, from 0 to 65504: float16 keeps 3 digits of them
+    (bfloat16: 2), and numpy supports it. Raises DataError if a weight is not a number, negative,
+    too large, or so small that it would be stored as 0 (below 3e-8).
     """
     if hasattr(weights, "detach"):  # torch.Tensor, without importing torch
         weights = weights.detach().cpu().numpy()
@@ -127,7 +127,7 @@ def scan_tokens(
     begin_byte: int = 0,
 ) -> TokenFacts:
     """Read ``num_tokens`` tokens of a file and return their facts. Call ``look`` with every block,
-    its smallest and its largest id. Raises FormatError: the file is too short."""
+    its smallest and its largest id. Raises FormatError if the file is too short."""
     digest = xxhash.xxh3_128()
     lowest, highest = 2**63, -(2**63)
     with open_regular(path) as file:
@@ -145,9 +145,10 @@ def scan_tokens(
 
 
 class TokenLimits:
-    """Accepted token ids, ``[low, high]``, of a dtype and, if known, a vocabulary size.
+    """Accepted token ids, ``[low, high]``, for a dtype and, if known, a vocabulary size.
 
-    Raises ConfigError: vocab_size does not fit the dtype, or negative values in an unsigned one.
+    Raises ConfigError if vocab_size does not fit the dtype, or if an unsigned dtype has
+    ``allow_negative``.
     """
 
     def __init__(
@@ -184,11 +185,11 @@ class TokenLimits:
 
 
 class InputDataset:
-    """Dataset with a valid index, which was read once from end to end; never mapped, so that a
-    merge can have thousands.
+    """Dataset whose index was checked by reading it once. Its files are never mapped, so a merge
+    can have thousands of inputs.
 
-    Raises FormatError: negative lengths, wrong pointers, documents that do not end with the
-    sequences, too short a .bin, an unknown dtype code, or ``multimodal`` without modes.
+    Raises FormatError for negative lengths, wrong pointers, documents that do not end at the last
+    sequence, a .bin that is too short, an unknown dtype code, or ``multimodal`` without modes.
     """
 
     def __init__(self, prefix: str | os.PathLike[str], multimodal: bool = False) -> None:
@@ -204,16 +205,17 @@ class InputDataset:
         self.num_tokens = facts.num_tokens
         self.num_bytes = facts.num_tokens * self.dtype.itemsize
         self.meta = matching_meta(self.prefix, self.dtype.name, self.layout.header, self.num_tokens)
-        # Facts of .bin; None without a meta file that matches the .idx.
+        # Facts about .bin; None if no meta file matches the .idx.
         self.facts = None if self.meta is None else TokenFacts.of_meta(self.meta)
 
     @property
     def holds_weights(self) -> bool:
-        """True if the dataset contains loss weights, by its meta file."""
+        """True if the dataset contains loss weights, according to its meta file."""
         return holds_weights(self.meta)
 
     def open_tokens(self) -> io.FileIO:
-        """Open the .bin. Raises FormatError: the dataset was replaced after its index was read."""
+        """Open the .bin. Raises FormatError if the dataset was replaced after its index was
+        read."""
         file = open_regular(self.bin_path)
         if not self.layout.has_its_name():
             file.close()
@@ -222,7 +224,7 @@ class InputDataset:
 
 
 class TokenWriter:
-    """Writer of a .bin under a temporary name. A call that raises has written nothing."""
+    """Writer of a .bin under a temporary name. A method that raises writes nothing."""
 
     def __init__(self, path: str | os.PathLike[str], limits: TokenLimits) -> None:
         self.limits = limits
@@ -239,7 +241,8 @@ class TokenWriter:
         self, tokens: Tokens, offsets: NDArray[Any] | None = None, *, first_document: int
     ) -> None:
         """Write tokens (from ``as_tokens``) of one document, or of several with ``offsets``. Raises
-        DataError: an id outside the limits; the message counts from ``first_document``."""
+        DataError if an id is outside the limits; its message numbers documents from
+        ``first_document``."""
 
         def error_at(position: int, token: int) -> DataError:
             document = first_document
@@ -261,9 +264,9 @@ class TokenWriter:
         self._count(tokens.size, low, high)
 
     def append_dataset(self, dataset: InputDataset) -> None:
-        """Write the tokens of another dataset: copy them inside the kernel if its meta file has
-        their range and checksums and the dtype is the same; otherwise read, check and convert them.
-        Raises DataError: an id outside the limits."""
+        """Write the tokens of another dataset. The kernel copies them if the dtype is the same and
+        the other meta file has their range and checksums; otherwise read, check and convert them.
+        Raises DataError if an id is outside the limits."""
         with dataset.open_tokens() as file:
             facts = dataset.facts
             if dataset.dtype == self.limits.dtype and facts is not None and facts.token_range:

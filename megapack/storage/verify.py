@@ -1,10 +1,10 @@
-"""Verify datasets: complete, consistent, and equal to their recorded checksums.
+"""Verify that datasets are complete, consistent, and equal to their recorded checksums.
 
-- ``verify``: all ``Finding``s about one dataset (``Survey.findings`` has those about its index)
+- ``verify``: all ``Finding``s about one dataset (``Survey.findings``: those about its index)
 - ``find_duplicates``: datasets with the same documents
 - ``leftovers``: temporary files of killed writers
 
-Two bytes after the last sequence that the .idx describes::
+A .bin with two bytes after the last sequence of the .idx::
 
     verify("corpus")
     # -> [Finding("warning", "trailing-bin", "corpus.bin has 2 bytes after the last sequence",
@@ -50,7 +50,7 @@ DATASET = rf"({'|'.join(map(re.escape, BESIDE))})?\.(bin|idx|meta\.json|samples)
 
 
 class TokenChecks(NamedTuple):
-    """Rules for tokens; None: not checked."""
+    """Rules for tokens; a rule that is None is not checked."""
 
     vocab_size: int | None
     allow_negative: bool
@@ -65,9 +65,9 @@ def check_tokens(
     meta: dict[str, Any] | None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Finding]:
-    """Read all tokens of a dataset with a valid index. Memory: 8 bytes per document, and 8 more for
-    each of ``document_begin_token`` and ``document_end_token``. ``meta``: its meta file, if it
-    matches."""
+    """Read and check all tokens of a dataset with a valid index; ``meta`` is its meta file if that
+    matches, else None. Needs 8 bytes of memory per document, and 8 more for each rule about begin
+    or end tokens."""
     reader = _Reader(prefix, dtype, checks)
     total = int(reader.offsets[-1]) * dtype.itemsize
     stretches = [Checksum(total, "")] if meta is None else bin_checksums(meta)
@@ -138,7 +138,7 @@ class _Reader:
             )
 
     def add_checksum_error(self, begin: int, end: int) -> None:
-        """Record that bytes [begin, end) of .bin changed."""
+        """Record that bytes [begin, end) of .bin do not have their checksum."""
         self._count["checksum"] = self._count.get("checksum", 0) + 1
         bounds = np.array([begin, end - 1]) // self._itemsize
         first, last = np.searchsorted(self.offsets, bounds, side="right") - 1
@@ -185,12 +185,13 @@ def verify(
     document_end_token: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Finding]:
-    """Run all checks on one dataset; return all findings. Without errors it is sound.
+    """Run all checks on one dataset; return all findings. The dataset is valid if none is an error.
 
     Args:
-        prefix: with or without ``.idx``; the .bin of a remote dataset is fetched whole.
-        tokens: also read .bin: checksums, range of ids, first and last token of every document.
-        vocab_size: upper limit of ids; by default the meta file's.
+        prefix: the dataset's prefix, with or without ``.idx``.
+        tokens: also read .bin (fetch it whole if it is remote), and check its checksums, the range
+            of ids, and the first and last token of every document.
+        vocab_size: all ids must be below this; by default the meta file's value.
         document_end_token: last token of every non-empty document; by default the meta file's.
         progress: called with (bytes read, all bytes) of .bin.
 
@@ -241,7 +242,7 @@ def verify(
 
 
 def _of_address(finding: Finding, files: str, prefix: str) -> Finding:
-    """Return a finding in a local copy as one about its address, where repair cannot work."""
+    """Rewrite a finding about a local copy for its address, where repair is not possible."""
     remedy = finding.remedy
     if remedy.startswith(REPAIR):
         remedy = f"{remedy} on a local copy, then upload it again"
@@ -249,9 +250,9 @@ def _of_address(finding: Finding, files: str, prefix: str) -> Finding:
 
 
 def find_duplicates(prefixes: Sequence[str | os.PathLike[str]]) -> dict[str, Finding]:
-    """Return findings about datasets with the same documents as an earlier one: the same file under
-    two names, equal .idx files and equal first and last 64 KiB of .bin, or equal remote checksums.
-    """
+    """Return a finding per dataset with the same documents as an earlier one: the same .bin under
+    two names, equal .idx files and equal first and last 64 KiB of .bin, or remote objects with
+    equal checksums or versions."""
     first_with: dict[Any, str] = {}
     findings = {}
     for prefix in map(prefix_of, prefixes):
@@ -265,8 +266,8 @@ def find_duplicates(prefixes: Sequence[str | os.PathLike[str]]) -> dict[str, Fin
 
 
 def leftovers(base: Path, suffixes: str = "") -> Iterator[Finding]:
-    """Yield findings about temporary files next to ``base``, of running or killed writers. With
-    ``suffixes``, a regular expression, ``base`` is the prefix of several files."""
+    """Yield findings about temporary files for ``base``, of running or killed writers. With
+    ``suffixes``, a regular expression, ``base`` is the common prefix of several files."""
     wanted = re.compile(re.escape(base.name) + suffixes)
     for name, path in temporary_files(base.parent) if base.parent.is_dir() else ():
         if wanted.fullmatch(name) is None:
@@ -305,7 +306,7 @@ def _meta(prefix: str, facts: Survey) -> tuple[dict[str, Any] | None, list[Findi
 
 
 def _identities(prefix: str) -> Iterator[Any]:
-    """Yield keys that only equal datasets share."""
+    """Yield keys for a dataset; datasets that have a key in common are equal."""
     if is_remote(prefix):
         with contextlib.suppress(FormatError, FileNotFoundError):  # verify reports these
             sums = open_remote_pair(prefix).checksums
