@@ -153,9 +153,8 @@ def check_target(
 
     ``difference`` describes how the existing file differs from the new one, None if they are equal;
     a callable is called only if the file exists. ``name`` replaces the path in the message. If the
-    path is a link, the file that it leads to is replaced, not the link. Raises ConfigError: a
-    different file exists and
-    ``overwrite`` is False; or see ``target_of``.
+    path is a link, the file that it leads to is replaced, not the link. Raises ConfigError if a
+    different file exists and ``overwrite`` is False, and the errors of ``target_of``.
     """
     if not target_of(path).exists():
         return True

@@ -1,7 +1,8 @@
 """Read token files of other tools: documents, widths, counts and masks.
 
-- ``detect``: the kind of a file; ``KINDS``: reader of each kind, path and dtype to ``Foreign``
-- ``Foreign``: tokens, bounds and facts of a file, each compared with the size of the file
+- ``detect``: the kind of a file; ``open_foreign``: a file of any kind as a ``Foreign``
+- ``KINDS``: the function that reads each kind
+- ``Foreign``: tokens, document bounds and facts of a file, each checked against the file's size
 
 ===========  ==================================================================================
 mmididx      .bin/.idx of Megatron, Megatron-DeepSpeed, GPT-NeoX, DeepSpeed or megapack
@@ -9,11 +10,11 @@ datatrove    ``<name>.ds`` with ``.index`` (uint64 document ends, in tokens), ``
              (tokenizer, width, count) and ``.loss`` (a byte per token, 0: no loss)
 dolma        headerless .npy of dolma and OLMo-core with ``.csv.gz`` (begin and end per document)
 llm.c        .bin of llm.c and modded-nanogpt: a header of 256 int32, then tokens
-npy          a 1-D .npy; documents as recorded in ``.csv.gz``, else by a separator
-flat         only tokens (nanoGPT's .bin), documents by a separator
+npy          a 1-D .npy; documents as recorded in ``.csv.gz``, else split at a separator
+flat         only tokens (nanoGPT's .bin), documents split at a separator
 ===========  ==================================================================================
 
-An index of ends 3, 5 and a file of 20 bytes prove a width of 4 bytes::
+If the index has the document ends 3 and 5 (tokens), a file of 20 bytes has 4 bytes per token::
 
     open_foreign("000_shuffled.ds", "datatrove").dtype      # -> int32
 """
@@ -54,24 +55,24 @@ _BY_WIDTH = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}
 
 @dataclass(frozen=True, kw_only=True)
 class Foreign:
-    """Documents of another tool's file."""
+    """Tokens and documents of another tool's file."""
 
     tokens_path: Path
     dtype: np.dtype[Any]
     num_tokens: int
     layout: ArrayLayout | None = None  # None: documents are separated by a token
-    begin_byte: int = 0  # of the first token
+    begin_byte: int = 0  # position of the first token in the file
     pointers: NDArray[np.int64] | None = None  # byte of every sequence, if not stored in order
     metadata: dict[str, Any] = field(default_factory=dict)
     vocab_size: int | None = None
     allow_negative: bool = False  # accept negative values, which are labels
     mask_path: Path | None = None  # a byte per token, 0: predicting this token has no loss
-    recorded: TokenFacts | None = None  # facts in megapack's meta file
+    recorded: TokenFacts | None = None  # from megapack's meta file
 
 
 def detect(path: str | os.PathLike[str]) -> str:
-    """Return the kind of a file or prefix, by its first bytes and the files next to it. Raises
-    FormatError: it is a folder, or not a regular file."""
+    """Return the kind of a file or prefix, detected by its first bytes and the files next to it.
+    Raises FormatError if it is a folder or another file that is not regular."""
     if Path(path).is_dir():
         raise FormatError(f"{path} is {recognize(path)}")
     idx_path = path_of(prefix_of(path), ".idx")
@@ -101,7 +102,7 @@ def _mmididx(path: Path, _: DTypeLike | None) -> Foreign:
     if dtype is None:
         raise FormatError(f"{prefix}: dtype code {layout.header.dtype_code} means {text}")
     reordered = not facts.widths and facts.names_another_order(dtype.itemsize)
-    # The dtype is known from ``meaning``; lost documents become one per sequence.
+    # ``meaning`` returned the dtype; if documents were lost, each sequence becomes a document.
     harmless = {"dtype", "documents-lost", *(["pointers"] if reordered else [])}
     for finding in facts.findings():
         if finding.severity != "note" and finding.code not in harmless:
@@ -130,7 +131,7 @@ def _mmididx(path: Path, _: DTypeLike | None) -> Foreign:
 
 def _meta_of(prefix: str, facts: Survey, dtype: np.dtype[Any]) -> dict[str, Any] | None:
     """Return megapack's meta file if it describes this .idx or loss weights, else None."""
-    with contextlib.suppress(FormatError):  # another tool's file of that name
+    with contextlib.suppress(FormatError):  # a file of that name may be another tool's
         meta = read_meta(prefix)
         if holds_weights(meta):
             return meta
@@ -174,7 +175,8 @@ def _datatrove(path: Path, _: DTypeLike | None) -> Foreign:
 
 
 def _datatrove_metadata(path: Path) -> _DatatroveMetadata | None:
-    """Read ``<path>.metadata``: tokenizer and width, token count, rounded count."""
+    """Read the three lines of ``<path>.metadata``: tokenizer and width, token count, rounded count.
+    Return None if the file does not exist."""
     metadata_path = path_of(path, ".metadata")
     try:
         with open_regular(metadata_path) as file:
@@ -199,7 +201,7 @@ def _datatrove_metadata(path: Path) -> _DatatroveMetadata | None:
 
 
 def _with_datatrove_facts(foreign: Foreign, known: _DatatroveMetadata | None) -> Foreign:
-    """Compare tokens with ``.metadata``, and add the tokenizer's name."""
+    """Check token count and width against ``.metadata``, and add the tokenizer's name."""
     path = foreign.tokens_path
     if known is not None:
         where = f"{path}.metadata"
@@ -239,7 +241,7 @@ def _dolma(path: Path, _: DTypeLike | None) -> Foreign:
 
 
 def _read_bounds(path: Path) -> NDArray[np.int64]:
-    """Read tokens per document from a ``.csv.gz``: begin, end, and other columns per document."""
+    """Read tokens per document from a ``.csv.gz`` with a row per document: begin, end, and more."""
     lengths: list[int] = []
     position = 0
     try:
@@ -382,11 +384,11 @@ KINDS: dict[str, Callable[[Path, DTypeLike | None], Foreign]] = {
 def open_foreign(
     path: str | os.PathLike[str], kind: str, *, dtype: DTypeLike | None = None
 ) -> Foreign:
-    """Read what a file and the files next to it record about its tokens, and compare it.
+    """Read what a file and the files next to it record about its tokens; check that they agree.
 
     ``kind`` is one of ``KINDS``; ``dtype`` is needed if the file does not record it. Raises
-    FormatError: the file is damaged, of another format, or does not fit the files next to it;
-    ConfigError: the kind does not exist, or needs another dtype.
+    FormatError if the file is damaged, has another format, or does not fit the files next to it,
+    and ConfigError if the kind does not exist, or ``dtype`` is missing or not the recorded one.
     """
     if kind not in KINDS:
         raise ConfigError(f"kind is {kind!r}; it is one of {', '.join(KINDS)}")
@@ -406,7 +408,8 @@ def open_foreign(
 
 
 def _mask_of(foreign: Foreign) -> Path | None:
-    """Return the loss mask next to tokens: datatrove's .loss or OLMo-core's labels_mask_*."""
+    """Return the path of the loss mask next to the tokens (datatrove's .loss or OLMo-core's
+    labels_mask_*), or None."""
     path = foreign.tokens_path
     candidates = [path_of(path, ".loss")]
     if path.name.startswith("token_ids"):
@@ -425,7 +428,8 @@ def _mask_of(foreign: Foreign) -> Path | None:
 
 
 def _tokenizer_beside(path: Path) -> str | None:
-    """Return the tokenizer that open-instruct saves next to files for OLMo-core."""
+    """Return the name of the tokenizer that open-instruct saved next to files for OLMo-core, or
+    None."""
     config = path.with_name("tokenizer") / "tokenizer_config.json"
     if not path.name.startswith("token_ids") or not config.is_file():
         return None
@@ -441,7 +445,7 @@ def _tokenizer_beside(path: Path) -> str | None:
 def _proven_width(
     path: Path, num_tokens: int, index_name: str, widths: tuple[int, ...]
 ) -> int | None:
-    """Return the bytes per token, from an index's token count; None without tokens."""
+    """Return the bytes per token: file size / token count of an index; None if both are 0."""
     with open_regular(path) as file:
         num_bytes = file_identity(file).num_bytes
     if num_tokens == 0 and num_bytes == 0:
@@ -461,7 +465,8 @@ def _is_number(text: str) -> bool:
 
 
 def _token_dtype(dtype: DTypeLike) -> np.dtype[Any]:
-    """Return the signed dtype for uint32 and uint64: ids below the sign bit have equal bytes."""
+    """Return the dtype for a .idx: int32 for uint32 and int64 for uint64, since ids that fit both
+    have the same bytes."""
     for unsigned, signed in ((np.uint32, np.int32), (np.uint64, np.int64)):
         if dtype == unsigned or dtype == np.dtype(unsigned).name:
             return np.dtype(signed)
@@ -469,7 +474,7 @@ def _token_dtype(dtype: DTypeLike) -> np.dtype[Any]:
 
 
 def as_lengths(lengths: NDArray[np.int64]) -> NDArray[np.int32]:
-    """Return lengths as int32, as an .idx stores them. Raises DataError: one is too long."""
+    """Return lengths as int32, as an .idx stores them. Raises DataError if one is too long."""
     longest = int(lengths.max(initial=0))
     if longest > MAX_SEQUENCE_LENGTH:
         raise DataError(

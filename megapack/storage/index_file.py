@@ -1,12 +1,12 @@
-"""Megatron's .bin/.idx pair: names, header, arrays, opening.
+"""Open Megatron's .bin/.idx pair: names, header and arrays.
 
 - ``path_of``, ``prefix_of``, ``BESIDE``: names; ``pick_dtype``, ``dtype_of_code``: token types
-- ``IndexFile``: one .idx, mapped; ``read_header``: its first 34 bytes
+- ``IndexFile``: one .idx, memory-mapped; ``read_header``: its first 34 bytes
 - ``open_pair``: an .idx and the .bin of the same writer, even while another writer replaces them
-- ``map_file``, ``block_checksums``, ``CheckedArray``: whole files in memory
+- ``map_file``, ``block_checksums``, ``CheckedArray``: mapped files, and checks of what is read
 
-csrc/core/storage/mmididx.hpp describes the byte layout and interprets it. Two sequences of 3 and 2
-uint16 tokens, a document each, are these 82 bytes::
+csrc/core/storage/mmididx.hpp describes the byte layout and parses it. Two sequences of 3 and 2
+uint16 tokens, each a document, have an .idx of these 82 bytes::
 
     4d4d49444944580000 1:u64 8:u8 2:u64 3:u64      # magic, version, dtype, sequences, documents + 1
     3:i32 2:i32   0:i64 6:i64   0:i64 1:i64 2:i64  # lengths, pointers (bytes), document indices
@@ -44,13 +44,13 @@ from megapack.storage.files import Identity, file_identity, is_at, open_regular
 #     array = CheckedArray.of(mapped, sums, name="x.samples: array segment_length", remedy="...")
 #     array[1000:1010]                           # FormatError if the block is damaged
 
-# Attributes of an ndarray that need no element.
+# Attributes of an ndarray that can be returned without reading its elements.
 _WITHOUT_READING = {"dtype", "flags", "itemsize", "nbytes", "ndim", "shape", "size"}
 
 
 def map_file(file: IO[Any]) -> NDArray[np.uint8]:
     """Return the bytes of an open file, read-only; the file may be closed afterwards. Raises
-    MegapackError: this process has reached the system's limit of mappings."""
+    MegapackError if this process has reached the system's limit of mappings."""
     size = os.fstat(file.fileno()).st_size
     if size == 0:
         return np.zeros(0, np.uint8)
@@ -73,8 +73,8 @@ def block_checksums(array: NDArray[Any]) -> str:
 
 
 class CheckedArray(_core.CheckedArray, NDArrayOperatorsMixin):
-    """One-dimensional array of a file that compares itself with checksums when it is read: indexing
-    checks the indexed blocks, everything else the whole array. FormatError if a checksum differs.
+    """One-dimensional array in a file, compared with checksums when it is read: indexing checks the
+    indexed blocks, other uses check the whole array. Raises FormatError if a checksum differs.
 
     numpy's functions and the core accept it like an ndarray. Threads may share it.
     """
@@ -82,7 +82,7 @@ class CheckedArray(_core.CheckedArray, NDArrayOperatorsMixin):
     @classmethod
     def of(cls, array: NDArray[Any], checksums: str, *, name: str, remedy: str) -> CheckedArray:
         """Wrap a mapped array and its ``block_checksums``; ``name`` and ``remedy`` are for errors.
-        Raises FormatError: the checksums do not belong to an array of this size."""
+        Raises FormatError if the checksums do not belong to an array of this size."""
         try:
             numbers = np.frombuffer(bytes.fromhex(checksums), ">u8").astype(np.uint64)
         except ValueError as error:
@@ -145,8 +145,8 @@ HEADER_BYTES = 34
 CODE_OF_DTYPE = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
 DTYPE_OF_CODE = {code: np.dtype(name) for name, code in CODE_OF_DTYPE.items()}
 
-_OPENING_BYTES = 512  # in the fingerprint: bytes at the beginning of an array that opening reads
-_SPREAD_BLOCKS = 16  # in the fingerprint: blocks spread over the file
+_OPENING_BYTES = 512  # at the start of every array: opening reads them, the fingerprint covers them
+_SPREAD_BLOCKS = 16  # of the fingerprint, spread evenly over the file
 _LENGTH = struct.Struct("<i")
 _POINTER = struct.Struct("<q")
 
@@ -156,16 +156,16 @@ BESIDE = (LABELS, WEIGHTS, GROUPS)
 
 
 def path_of(prefix: str | os.PathLike[str], suffix: str) -> Path:
-    """Return ``prefix + suffix``; a prefix may contain dots. Raises ConfigError: the prefix is an
-    address, and the caller needs local files."""
+    """Return ``prefix + suffix``; a prefix may contain dots. Raises ConfigError if the prefix is an
+    address, since the caller needs local files."""
     if is_remote(prefix):
         raise ConfigError(f"{os.fspath(prefix)} is not a local file; copy the dataset first")
     return Path(os.fspath(prefix) + suffix)
 
 
 def prefix_of(path: str | os.PathLike[str]) -> str:
-    """Return the prefix of a dataset, also from the path of its .idx or .bin. Raises ConfigError:
-    an invalid address (``is_remote``), or a directory."""
+    """Return the prefix of a dataset from the prefix or the path of its .idx or .bin. Raises
+    ConfigError if ``path`` is an invalid address (see ``is_remote``) or a directory."""
     text = os.fspath(path)
     if not is_remote(text) and text.rpartition("/")[2] in ("", ".", ".."):
         raise ConfigError(
@@ -179,7 +179,7 @@ def prefix_of(path: str | os.PathLike[str]) -> str:
 
 
 def dtype_of_code(code: int, name: str | os.PathLike[str]) -> np.dtype[Any]:
-    """Return the token type of Megatron's dtype code. Raises FormatError: unknown code."""
+    """Return the token type of Megatron's dtype code. Raises FormatError for an unknown code."""
     if code not in DTYPE_OF_CODE:
         raise FormatError(
             f"{os.fspath(name)} has dtype code {code}; token files have one of "
@@ -224,13 +224,13 @@ class IndexHeader:
 
     @property
     def has_modes(self) -> bool:
-        """True if the file is long enough to hold a mode per sequence."""
+        """True if the file is long enough to contain a mode per sequence."""
         return self.file_bytes >= self.modes_at + self.num_sequences
 
 
 def read_header(path: str | os.PathLike[str]) -> IndexHeader:
-    """Read the header of an .idx and check it against the file's size. Raises FormatError: not an
-    .idx, another version, or truncated."""
+    """Read the header of an .idx and check it against the file's size. Raises FormatError if the
+    file is not an .idx, has another version, or is truncated."""
     with open_regular(path) as file:
         head = np.frombuffer(file.read(HEADER_BYTES), np.uint8)
         return _parse_header(head, file_identity(file), os.fspath(path))
@@ -241,7 +241,7 @@ def _parse_header(head: NDArray[np.uint8], identity: Identity, name: str) -> Ind
 
 
 class IndexFile:
-    """One .idx, memory-mapped; arrays are copied, since the file is unaligned."""
+    """One .idx, memory-mapped; arrays are copied, since they are not aligned in the file."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.name = os.fspath(path)
@@ -266,15 +266,15 @@ class IndexFile:
 
     @property
     def bytes(self) -> Any:
-        """uint8, the whole file in place; a ``CheckedArray`` after ``hold_to``."""
+        """The whole file as uint8, without a copy; a ``CheckedArray`` after ``hold_to``."""
         return self._mapped if self._checked is None else self._checked
 
     @cached_property
     def fingerprint(self) -> str:
         """xxh3_128 (hexadecimal) of the file's size and of the checksums of some 64 KiB blocks:
-        those in which the arrays begin and end, and 16 spread evenly over the file (all, if there
-        are fewer). Pointers are running sums of lengths, so a changed length changes every later
-        block of pointers. Reading checks the other blocks (``hold_to``)."""
+        those in which the arrays begin and end, and 16 spread evenly over the file (all blocks of a
+        small file). Pointers are running sums of lengths, so a changed length changes every later
+        block of pointers. After ``hold_to``, reading checks the remaining blocks."""
         header, size = self.header, self.header.file_bytes
         last = (size - 1) // _core.BLOCK_BYTES
         blocks = {last * i // (_SPREAD_BLOCKS - 1) for i in range(_SPREAD_BLOCKS)}
@@ -295,8 +295,8 @@ class IndexFile:
         return block_checksums(self._mapped)
 
     def hold_to(self, checksums: str) -> None:
-        """Check every later read against the expected ``idx_checksums``. Raises FormatError: they
-        belong to a file of another size; later reads raise it if a block differs."""
+        """Check every later read against the expected ``idx_checksums``. Raises FormatError if they
+        belong to a file of a different size; later reads raise it if a block differs."""
         if self._checked is None:
             remedy = "restore the file that was packed, or pack the dataset again"
             self._checked = CheckedArray.of(self._mapped, checksums, name=self.name, remedy=remedy)
@@ -316,7 +316,7 @@ class IndexFile:
 
     def document_lengths(self) -> NDArray[np.int32] | NDArray[np.int64]:
         """Return tokens per document, (num_documents,); int64 only if a document has 2^31 or more.
-        Raises FormatError: pointers overflowed 32 bits, as old releases of Megatron wrote them."""
+        Raises FormatError if pointers overflowed 32 bits, as in files of old Megatron releases."""
         header, last = self.header, self.num_sequences - 1
         dtype = DTYPE_OF_CODE.get(header.dtype_code)
         if last >= 0 and dtype is not None:
@@ -333,11 +333,13 @@ class IndexFile:
         return _core.document_lengths(self.bytes, self.name)
 
     def document_offsets(self, itemsize: int) -> NDArray[np.int64]:
-        """Return int64 (num_documents + 1,), token position of every document in .bin."""
+        """Return the token position in .bin at which each document begins, and the end of the last
+        one: int64, (num_documents + 1,)."""
         return _core.document_offsets(self.bytes, self.name, itemsize)
 
     def modes(self) -> NDArray[np.int8]:
-        """Return int8 (num_sequences,) of a multimodal dataset (the file has no flag for it)."""
+        """Return the modes of a multimodal dataset, int8 (num_sequences,). The file does not record
+        whether it is multimodal; raises FormatError if it is too short for modes."""
         if not self.header.has_modes:
             raise FormatError(f"{self.name} has no modes; it was not built with multimodal=True")
         at = self.header.modes_at
@@ -353,8 +355,8 @@ def open_pair(prefix: str) -> tuple[IndexFile, io.FileIO]:
 
     A writer removes the old .idx before it renames its .bin, and renames its .idx last
     (``publish``). So if the path still leads to the opened .idx after .bin was opened, both come
-    from one writer; otherwise open both again. Raises FormatError: the .idx is damaged, or writers
-    kept replacing the files; OSError: a file is missing.
+    from one writer; otherwise open both again. Raises FormatError if the .idx is damaged, or if
+    writers kept replacing the files, and OSError if a file is missing.
     """
     idx_path, bin_path = path_of(prefix, ".idx"), path_of(prefix, ".bin")
     deadline = time.monotonic() + PATIENCE

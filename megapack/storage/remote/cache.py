@@ -1,24 +1,27 @@
 """Local cache of remote objects, shared by all processes of a node.
 
-- ``open_cache``: the cache named by the environment; ``Cache``: its entries and whole files
-- ``Chunks``: the cached blocks of one .bin; ``make_room``: evicts some of them
+- ``open_cache``: the cache that environment variables configure
+- ``Cache``: its entries and whole files; ``make_room``: evict entries and blocks
+- ``Chunks``: the cached blocks of one .bin
 - ``RangeLocks``: locks between processes; ``wait_for``, ``Patience``: waits with a timeout
 
 Every version of a dataset or file has its own entry, a directory named by the address and the
-versions of its objects. So a replaced object is never confused with its successor::
+versions of its objects. So an object is never confused with the one that it replaced::
 
     ~/.cache/megapack/                 MEGAPACK_CACHE: on a disk of this node, or in /dev/shm
-      locks  in_use                    empty files; processes lock ranges of them
+      locks  in_use                    empty files; processes lock ranges in them
       web-9e3779b97f4a7c15/web.idx     a whole file
-      web-9e3779b97f4a7c15/web.bin.6b1d0f2e/     since this boot of the machine
-        0                              blocks 0 to 255 (16 KiB each, 4 MiB together), then 256
-        17                             bytes: 1 for each cached block. Blocks 4352 to 4607
+      web-9e3779b97f4a7c15/web.bin.6b1d0f2e/     chunks written since this boot of the machine
+        0                              blocks 0 to 255 (16 KiB each, 4 MiB together), then a byte
+                                       for each of them, 1 if it is cached
+        17                             the same for blocks 4352 to 4607
 
-A block is added to a chunk after it was checked. Eviction unlinks whole chunks at any time: readers
-copy the blocks of a batch into their own memory and fetch missing blocks again. Whole files of
-4 MiB would be simpler, but an unarranged source would fetch 500 bytes per byte used instead of 4.
+A block is added to a chunk after it was checked. Eviction removes whole chunks at any time: readers
+copy the blocks of a batch into their own memory and fetch missing blocks again. Fetching whole
+chunks would be simpler, but from an unarranged source it would fetch 500 bytes per byte used
+instead of 4.
 
-``MEGAPACK_CACHE_SIZE`` limits the cache (``megapack.units``); unlimited by default.
+``MEGAPACK_CACHE_SIZE`` limits the cache (format: ``megapack.units``); by default there is no limit.
 """
 
 from __future__ import annotations
@@ -70,12 +73,12 @@ _FLOCK = struct.Struct("hhqqi4x")  # Linux: type, whence, begin, length, process
 
 
 class RangeLocks:
-    """Locks on ranges of numbers under a name, all in one empty file. The hash of a name chooses
-    its part of the file; names with equal hashes occasionally wait for each other."""
+    """Locks on ranges of numbers under a name, all in one empty file. The hash of a name selects
+    its part of the file; in the rare case of equal hashes, two names wait for each other."""
 
     def __init__(self, path: Path) -> None:
-        # POSIX locks: only they report their owner's process id. Closing any descriptor of the file
-        # would release all locks of the process, so one stays open.
+        # POSIX locks: only these report the process id of their owner. Closing any descriptor of
+        # the file would release all locks of the process, so this one stays open.
         self._path, self._file = path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         # The kernel does not distinguish the threads of a process: record their locks here.
         self._ours: list[range] = []
@@ -91,8 +94,9 @@ class RangeLocks:
         *,
         waiting: Callable[[], object] = raise_if_ending,
     ) -> Iterator[None]:
-        """Wait for numbers ``[first, first + count)`` of a name, then hold them exclusively.
-        ``waiting`` is called repeatedly meanwhile and cancels the wait by raising."""
+        """Wait for numbers ``[first, first + count)`` of a name, and lock them exclusively during
+        the ``with`` block. ``waiting`` is called repeatedly meanwhile; if it raises, the wait
+        ends."""
         while True:
             with self.if_free(name, first, count) as free:
                 if free:
@@ -103,7 +107,7 @@ class RangeLocks:
 
     @contextlib.contextmanager
     def if_free(self, name: str, first: int = 0, count: int = 1) -> Iterator[bool]:
-        """Do the same without waiting; yield whether the numbers were free."""
+        """Lock the same numbers as ``held`` if they are free; yield whether they were."""
         begin = _begin(name) + first
         wanted = range(begin, begin + count)
         with self._mutex:
@@ -119,8 +123,8 @@ class RangeLocks:
                     fcntl.lockf(self._file, fcntl.LOCK_UN, count, begin)
 
     def share(self, name: str) -> None:
-        """Wait until no process holds a name exclusively, then share it until ``give_back``, called
-        once per ``share``, or the end of this process."""
+        """Wait until nobody holds a name exclusively, then share it until this process ends or has
+        called ``give_back`` once per ``share``."""
         numbers = range(_begin(name), _begin(name) + 1)
         while True:
             with self._mutex:
@@ -143,7 +147,7 @@ class RangeLocks:
                 fcntl.lockf(self._file, fcntl.LOCK_UN, 1, begin)
 
     def owner(self, name: str, first: int = 0) -> int | None:
-        """Return the id of another process that holds a number of a name, or None."""
+        """Return the id of another process that has locked a number of a name, or None."""
         question = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, _begin(name) + first, 1, 0)
         kind, *_, process = _FLOCK.unpack(fcntl.fcntl(self._file, fcntl.F_GETLK, question))
         return None if kind == fcntl.F_UNLCK else int(process)
@@ -167,8 +171,8 @@ def _begin(name: str) -> int:
 
 
 # ---- Waiting for requests: logged, limited, and cancelled when the program ends ------------------
-# A reader that waits for a request holds no lock that requests need. Requests have no callbacks: a
-# finished request has done all its work in its own thread.
+# To avoid deadlocks, a reader that waits for a request holds no lock that requests need. Requests
+# have no callbacks: when a request is finished, its thread has done all its work.
 
 WARN_SECONDS = 30.0  # between two log lines of one wait
 STALLED_RETRIES = 5  # timeout, in multiples of the longest time that a request can take
@@ -179,8 +183,8 @@ _FETCH_POLL_SECONDS = 1.0
 class Patience:
     """Timeout and log lines of a waiting reader.
 
-    ``what`` returns the awaited data, such as "block 7 (bytes [...)) of s3://..."; ``moved``
-    returns a value that changes with every progress.
+    ``what`` returns a description of the awaited data, such as "block 7 (bytes [...)) of
+    s3://..."; ``moved`` returns a value that changes whenever there is progress.
     """
 
     def __init__(self, what: Callable[[], str], moved: Callable[[], object]) -> None:
@@ -190,9 +194,9 @@ class Patience:
         self._next_line = self._begin + WARN_SECONDS
 
     def check(self) -> None:
-        """Check the timeout, about once a second. Raises TimeoutError: no progress for
-        ``STALLED_RETRIES`` times the longest time of a request with retries; RuntimeError: the
-        program ends."""
+        """Check the timeout; call this about once a second. Raises TimeoutError if there was no
+        progress for ``STALLED_RETRIES`` times the longest time of a request with retries, and
+        RuntimeError if the program is ending."""
         if ending.is_set():
             raise RuntimeError(f"stopped waiting for {self._what()}: the program ends")
         now, progress = time.monotonic(), self._moved()
@@ -212,7 +216,7 @@ class Patience:
 
 
 def wait_for(requests: Iterable[Future[Any]], patience: Patience) -> None:
-    """Wait for all requests. Raises the first error of a request, and as ``Patience.check``."""
+    """Wait for all requests. Raises the first error of a request or of ``Patience.check``."""
     pending = set(requests)
     while pending:
         done, pending = wait(pending, min(_FETCH_POLL_SECONDS, WARN_SECONDS), FIRST_EXCEPTION)
@@ -232,16 +236,16 @@ Blocks: TypeAlias = NDArray[np.int64]  # block numbers, sorted and unique
 class Chunks:
     """Files of ``CHUNK_BLOCKS`` blocks each, in a folder next to the path of the .bin.
 
-    Chunks written before the last boot may be incomplete on the disk: they are ignored, and removed
-    when the entry is used again.
+    Chunks from before the last boot of the machine may be incomplete on the disk: they are ignored,
+    and removed when the entry is used again.
     """
 
     def __init__(self, bin_path: Path) -> None:
         self.folder = bin_path.with_name(f"{bin_path.name}.{_boot()}")
 
     def copy(self, blocks: Blocks, data: NDArray[np.uint8] | None) -> Blocks:
-        """Copy cached blocks to their positions in ``data``, which has the bytes of the whole .bin
-        (None: only check); return the missing blocks."""
+        """Copy cached blocks to their positions in ``data``, an array of the size of .bin; if it is
+        None, copy nothing. Return the blocks that are not cached."""
         absent = [np.zeros(0, np.int64)]
         for part in np.split(blocks, np.flatnonzero(np.diff(blocks // CHUNK_BLOCKS)) + 1):
             if not part.size:
@@ -253,7 +257,7 @@ class Chunks:
                 absent.append(part)
                 continue
             try:
-                os.utime(file)  # for ``make_room``
+                os.utime(file)  # ``make_room`` evicts by this time
                 marks = os.pread(file, CHUNK_BLOCKS, CHUNK_BLOCKS * BLOCK_BYTES)
                 marks = marks.ljust(CHUNK_BLOCKS, b"\0")
                 is_cached = np.frombuffer(marks, np.uint8)[part % CHUNK_BLOCKS] == 1
@@ -269,8 +273,8 @@ class Chunks:
         return np.concatenate(absent)
 
     def write(self, first: int, data: memoryview) -> None:
-        """Write blocks of one chunk, beginning with block ``first``. The caller holds their lock.
-        Raises OSError: the disk is full."""
+        """Write blocks of one chunk, beginning with block ``first``. The caller must have locked
+        them. Raises OSError if the disk is full."""
         chunk, at = divmod(first, CHUNK_BLOCKS)
         path, flags = self.folder / str(chunk), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         while True:
@@ -287,14 +291,14 @@ class Chunks:
 
 
 def runs_of(numbers: Blocks, gap: int = 0) -> Iterator[tuple[int, int]]:
-    """Yield half-open ranges of sorted numbers, including gaps of up to ``gap`` numbers."""
+    """Yield the half-open ranges of sorted numbers; fill gaps of up to ``gap`` numbers."""
     for run in np.split(numbers, np.flatnonzero(np.diff(numbers) > gap + 1) + 1):
         if run.size:
             yield int(run[0]), int(run[-1]) + 1
 
 
 def requests_of(blocks: Blocks, gap: int) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of blocks to request: runs, split at chunk boundaries."""
+    """Yield the ranges of blocks to request: those of ``runs_of``, split at chunk boundaries."""
     for begin, end in runs_of(blocks, gap):
         boundaries = range((begin // CHUNK_BLOCKS + 1) * CHUNK_BLOCKS, end, CHUNK_BLOCKS)
         yield from pairwise([begin, *boundaries, end])
@@ -314,15 +318,16 @@ def _boot() -> str:
 
 # ---- The cache: a directory, its entries, and the threads that fetch ----------------------------
 
-NUM_REQUESTS = 64  # at a time, per process: at most 256 MiB wait for the disk
+NUM_REQUESTS = 64  # concurrent, per process: at most 256 MiB wait for the disk
 SMALLEST_SIZE = 1 << 28
 FREE_PART = 8  # eviction frees 1/8 of the cache
-READ_SECONDS = 600  # requested blocks were read by then
+READ_SECONDS = 600  # blocks requested longer ago have been read
 _CHUNKS = re.compile(r".+\.bin\.[0-9a-f]{8}")  # a folder of chunks in an entry
 
 
 def open_cache() -> Cache:
-    """Return the cache named by the environment. Raises ConfigError: a variable is invalid."""
+    """Return the cache that environment variables configure. Raises ConfigError if one is
+    invalid."""
     directory = os.environ.get("MEGAPACK_CACHE") or Path.home() / ".cache" / "megapack"
     text = os.environ.get("MEGAPACK_CACHE_SIZE")
     try:
@@ -361,20 +366,21 @@ class Cache:
         # Without this, the interpreter would fetch all queued blocks before it exits.
         threading._register_atexit(self._end)  # type: ignore[attr-defined]
         self._lock = threading.Lock()
-        self._written = SMALLEST_SIZE  # bytes since the last check of the size; large: check soon
+        self._written = SMALLEST_SIZE  # bytes since the last check of the size; check soon
 
     def _end(self) -> None:
         ending.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Call ``function(*arguments)`` in a fetching thread. Raises ConfigError: this process was
-        forked from one that fetches; RuntimeError: the program ends."""
+        """Call ``function(*arguments)`` in a fetching thread. Raises ConfigError if this process
+        was forked from one that fetches, and RuntimeError if the program is ending."""
         refuse_fork()
         return self._pool.submit(function, *arguments)
 
     def entry(self, name: str, url: str, *objects: RemoteObject | None) -> Path:
-        """Return the directory for these versions of objects; it exists as long as this process."""
+        """Return the directory for these versions of objects. It exists until ``give_back`` or the
+        end of this process."""
         versions = [each.version if each else "none" for each in objects]
         digest = xxhash.xxh3_64_hexdigest("\n".join([url, *versions]).encode())
         entry = self.directory / f"{name}-{digest}"
@@ -382,7 +388,7 @@ class Cache:
             self.directory.mkdir(parents=True, exist_ok=True)
             make_own_folder(entry)
             with self.in_use.if_free(str(entry)) as unused:
-                if unused:  # by other machines, too, which may share a home directory
+                if unused:  # also by other machines, which may share the home directory
                     _remove_earlier_chunks(entry)
             self.in_use.share(str(entry))
             if entry.exists():
@@ -403,11 +409,13 @@ class Cache:
         check: Callable[[Path], object] = lambda _: None,
         progress: Callable[[], object] = lambda: None,
     ) -> None:
-        """Fetch a whole object to a path, complete or not at all; one process fetches it for all.
+        """Fetch a whole object to a path, complete or not at all; do nothing if the path exists. If
+        several processes need it, one of them fetches it and the others wait.
 
         ``check`` is called with the file and raises FormatError or WrongBytesError if it is
-        damaged; any thread calls ``progress`` for every received part. Raises FormatError: the
-        received bytes are repeatedly wrong; OSError: see ``RemoteObject.read``, or a full disk.
+        damaged; any thread may call ``progress``, once per received part. Raises FormatError if the
+        received bytes are repeatedly wrong, OSError if the disk is full, TimeoutError if nothing
+        arrives (``Patience``), and the errors of ``RemoteObject.read``.
         """
 
         def attempt() -> None:
@@ -430,7 +438,7 @@ class Cache:
                 file.discard()
 
         def bytes_here() -> int:
-            """Return how much the process that downloads the file has written."""
+            """Return how many bytes the downloading process has written."""
             with contextlib.suppress(FileNotFoundError):
                 files = temporary_files(path.parent)
                 return sum(bytes_on_disk(file) for name, file in files if name == path.name)
@@ -471,7 +479,7 @@ class Cache:
             file.sync()
 
     def will_write(self, num_bytes: int) -> None:
-        """Announce a write; evict blocks if much was written since the last check."""
+        """Announce a write; check for eviction if many bytes were written since the last check."""
         if self.limit is None:
             return
         with self._lock:
@@ -483,7 +491,7 @@ class Cache:
 
     @contextlib.contextmanager
     def naming_full_disk(self) -> Iterator[None]:
-        """Add the directory and a remedy to errors of a full disk."""
+        """Add the directory and a remedy to the OSErrors of a full disk."""
         try:
             yield
         except OSError as error:
@@ -498,11 +506,11 @@ class Cache:
 
 
 def make_room(cache: Cache) -> int:
-    """Free an eighth of a cache with a limit if it is nearly full; return the bytes freed.
+    """If a cache with a limit is nearly full, free an eighth of it; return the bytes freed.
 
-    Unused entries are removed first, oldest first. Then chunks that were not requested or read for
-    ten minutes, newest first: the schedule needs those last, an epoch later. Then the other chunks,
-    which may still be needed, in the order of their requests.
+    Remove unused entries first, oldest first. Then chunks that were not requested or read for ten
+    minutes, newest first: the schedule will need the newest last, an epoch later. Then the other
+    chunks, which may still be needed, in the order of their last use.
     """
     assert cache.limit is not None
     freed = 0
@@ -539,7 +547,7 @@ def make_room(cache: Cache) -> int:
 
 
 def _remove_earlier_chunks(entry: Path) -> None:
-    """Remove the chunks of earlier boots of the machine."""
+    """Remove the chunks that were written before the last boot of the machine."""
     with contextlib.suppress(FileNotFoundError):
         for folder in entry.iterdir():
             if _CHUNKS.fullmatch(folder.name) and not folder.name.endswith(f".{_boot()}"):
@@ -547,7 +555,7 @@ def _remove_earlier_chunks(entry: Path) -> None:
 
 
 def bytes_on_disk(path: Path) -> int:
-    """Return the bytes of a file on the disk; 0 if another process has just removed it."""
+    """Return how many bytes a file uses on the disk; 0 if another process has just removed it."""
     with contextlib.suppress(FileNotFoundError):
         return path.stat().st_blocks * 512
     return 0

@@ -1,15 +1,15 @@
 """``<prefix>.checksums``: a checksum for every block of a remote .bin.
 
-The checksums in a meta file are for gigabytes; reads of ranges need smaller ones::
+A checksum in a meta file covers gigabytes; reads of ranges need checksums of small blocks::
 
     8 bytes    magic "MEGASUMS"
     4 bytes    size of the header, little-endian
-    header     JSON, UTF-8: version, block_bytes, bin_bytes, and for the small files next to it
+    header     JSON, UTF-8: version, block_bytes, bin_bytes, and files, for .idx and .meta.json:
                {suffix: {bytes, xxh3_128}}
     8 bytes    for every block of .bin (the last may be shorter): xxh3_64, little-endian
     16 bytes   xxh3_128 of all of the above
 
-Reading works without it; then only lengths and versions of objects are compared.
+Datasets can be read without this file; then only sizes and versions of objects are compared.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from megapack.storage.metadata import file_checksum, has_its_checksums, read_met
 from megapack.storage.remote.client import WrongBytesError
 
 SUFFIX = ".checksums"
-# Small, so that a document of a few kilobytes fetches little else; large enough that the checksums
-# are 0.05 % of the tokens.
+# Small, so that reading a document of a few kilobytes fetches little else; but large enough that
+# the checksums are only 0.05 % of the size of .bin.
 BLOCK_BYTES = 1 << 14
 
 _MAGIC = b"MEGASUMS"
@@ -45,7 +45,7 @@ _SMALL = (".idx", ".meta.json")
 
 @dataclass(frozen=True, kw_only=True)
 class BlockChecksums:
-    """Checksums of one dataset."""
+    """Content of a .checksums file."""
 
     bin_bytes: int  # size of .bin
     blocks: NDArray[np.uint64]  # (num_blocks,), xxh3_64 of every block of .bin
@@ -53,7 +53,7 @@ class BlockChecksums:
 
     @staticmethod
     def read(path: Path) -> BlockChecksums:
-        """Read a local file. Raises FormatError: it is damaged, or has another version."""
+        """Read a local file. Raises FormatError if it is damaged, or has another version."""
         data = path.read_bytes()
         body, digest = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
         if not data.startswith(_MAGIC) or xxhash.xxh3_128_digest(body) != digest:
@@ -73,7 +73,8 @@ class BlockChecksums:
         )
 
     def check(self, first: int, data: memoryview) -> None:
-        """Check bytes from block ``first`` on. Raises WrongBytesError: a checksum differs."""
+        """Check bytes that begin at block ``first``. Raises WrongBytesError if a checksum
+        differs."""
         for block, begin in enumerate(range(0, len(data), BLOCK_BYTES), first):
             digest = xxhash.xxh3_64_intdigest(data[begin : begin + BLOCK_BYTES])
             if digest != self.blocks[block]:
@@ -84,8 +85,8 @@ class BlockChecksums:
 
 
 def write_checksums(prefix: str, path: str | os.PathLike[str]) -> None:
-    """Write the checksums of a local dataset; reads all of .bin. Raises FormatError: the files do
-    not match their meta file, if there is one."""
+    """Write the checksums of a local dataset; reads all of .bin. Raises FormatError if there is a
+    meta file and the files do not match it."""
     if read_meta(prefix) is not None and not has_its_checksums(prefix):
         raise FormatError(
             f"{prefix}: .bin or .idx do not have the checksums of the meta file; run "

@@ -1,8 +1,8 @@
-"""Client of object stores (obstore): reads one version of an object by ranges.
+"""Client of object stores (obstore): reads ranges of one version of an object.
 
-Temporary errors are retried with growing, random pauses and logged; permanent ones (certificate,
-host name, credentials, ranges) raise at once. Damaged bytes are requested again a few times.
-Credentials and endpoints come from the client's usual places.
+Temporary errors are logged and retried after random pauses that grow; permanent errors
+(certificate, host name, credentials, ranges) are raised at once. Damaged bytes are requested again
+a few times. obstore itself finds credentials and endpoints (docs/guides/object_storage.md).
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 RETRY_SECONDS = 180.0  # default of MEGAPACK_RETRY_SECONDS: time limit of all retries
-WRONG_ATTEMPTS = 5  # to read a range or a small file whose checksum is wrong
+WRONG_ATTEMPTS = 5  # for a range or a small file whose checksum is wrong
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0  # seconds
-REQUEST_TIMEOUT = timedelta(seconds=30)  # without a received byte; see also ``_open_store``
-PART_BYTES = 5 << 20  # of an upload in parts: the stores' minimum
+REQUEST_TIMEOUT = timedelta(seconds=30)  # longest time without a received byte
+PART_BYTES = 5 << 20  # size of an upload's parts; the smallest that stores accept
 MAX_PARTS = 10_000  # limit of S3 and Google
 LOG_SECONDS = 30.0  # between two log lines about failed attempts in one folder
 
@@ -72,7 +72,8 @@ _THROTTLED = re.compile(r"\b429 |SlowDown|ServerBusy|TooManyRequests|RequestLimi
 
 
 def retry_seconds() -> float:
-    """Return MEGAPACK_RETRY_SECONDS, the time limit of all retries. Raises ConfigError."""
+    """Return MEGAPACK_RETRY_SECONDS, the time limit of all retries. Raises ConfigError if it is not
+    a positive number."""
     text = os.environ.get("MEGAPACK_RETRY_SECONDS")
     if not text:
         return RETRY_SECONDS
@@ -88,13 +89,13 @@ def retry_seconds() -> float:
 
 
 def raise_if_ending() -> None:
-    """Raise RuntimeError if the program ends."""
+    """Raise RuntimeError if the program is ending."""
     if ending.is_set():
         raise RuntimeError("the program ends")
 
 
 class WrongBytesError(Exception):
-    """The received bytes are wrong; another attempt may succeed."""
+    """Received bytes are wrong; another attempt may succeed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +109,7 @@ class RemoteObject:
 
     @property
     def version(self) -> str:
-        """Identity of the object's version."""
+        """String that differs between versions of the object."""
         return f"{self.num_bytes} {self.etag or self.modified.isoformat()}"
 
     def read(
@@ -117,9 +118,12 @@ class RemoteObject:
         """Return bytes ``[begin, end)``, with retries; ``check`` raises WrongBytesError if they are
         damaged.
 
-        Raises FormatError: the object was replaced, or its bytes are repeatedly wrong; ConfigError:
-        credentials are missing, expired or not sufficient; FileNotFoundError: the object was
-        removed; ConnectionError: the store cannot be reached, or keeps throttling.
+        Raises:
+            FormatError: the object was replaced, or its bytes are repeatedly wrong.
+            ConfigError: the store refuses the request (credentials are missing, expired or not
+                sufficient, ...).
+            FileNotFoundError: the object was removed.
+            ConnectionError: the store cannot be reached, or keeps throttling.
         """
 
         def attempt() -> memoryview:
@@ -146,7 +150,8 @@ class RemoteObject:
 
 
 def find_object(url: str) -> RemoteObject | None:
-    """Return the object at an address, or None. Raises as ``RemoteObject.read``."""
+    """Return the object at an address, or None if there is none. Raises the other errors of
+    ``RemoteObject.read``."""
     try:
         store, name = _store_of(url)
         return _object(url, _retry(url, lambda: _client().head(store, name)))
@@ -170,7 +175,7 @@ def put_object(
     url: str, path: str | os.PathLike[str], progress: Callable[[], object] = lambda: None
 ) -> None:
     """Upload a file; the object appears when it is complete. ``progress`` is called for every part.
-    Raises as ``RemoteObject.read``."""
+    Raises the errors of ``RemoteObject.read``."""
     if url.startswith("file:"):  # other stores have no directories
         folder = unquote(urlsplit(split_address(url)[0]).path)
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -189,14 +194,15 @@ def put_object(
 
 
 def remove_object(url: str) -> None:
-    """Delete an object if it exists. Raises as ``RemoteObject.read``."""
+    """Delete an object if it exists. Raises the other errors of ``RemoteObject.read``."""
     with contextlib.suppress(FileNotFoundError):
         store, name = _store_of(url)
         _retry(url, lambda: _client().delete(store, name))
 
 
 def names_in(folder: str) -> list[str]:
-    """Return the sorted names of the objects in a folder. Raises as ``RemoteObject.read``."""
+    """Return the sorted names of the objects in a folder. Raises the errors of
+    ``RemoteObject.read``."""
     refuse_fork()
 
     def attempt() -> list[str]:
@@ -213,8 +219,8 @@ def _object(url: str, meta: Any) -> RemoteObject:
 
 
 def retry_wrong_bytes(url: str, attempt: Callable[[], T]) -> T:
-    """Call ``attempt`` until it returns without WrongBytesError. Raises FormatError:
-    ``WRONG_ATTEMPTS`` attempts failed."""
+    """Call ``attempt`` until it returns without WrongBytesError. Raises FormatError after
+    ``WRONG_ATTEMPTS`` failed attempts."""
     number = 1
     while True:
         try:
@@ -230,7 +236,7 @@ def retry_wrong_bytes(url: str, attempt: Callable[[], T]) -> T:
 
 
 def _retry(url: str, attempt: Callable[[], T]) -> T:
-    """Call ``attempt`` until it returns, within ``retry_seconds()``; translate its errors."""
+    """Call ``attempt`` until it returns, for at most ``retry_seconds()``; translate its errors."""
     limit = retry_seconds()
     deadline = time.monotonic() + limit
     pause, number = FIRST_PAUSE, 1
@@ -248,7 +254,8 @@ def _retry(url: str, attempt: Callable[[], T]) -> T:
                 raise _unreachable(url, error, limit) from error
             retries = f"for {limit:.0f} s (MEGAPACK_RETRY_SECONDS)"
             _log_attempt(url, number, _summary(error), retries)
-        # Random pauses, so that readers do not retry all at once; the last ends at the deadline.
+        # Pauses are random, so that readers do not all retry at the same time; the last pause ends
+        # at the deadline.
         ending.wait(min(random.uniform(0, pause), max(0.0, deadline - time.monotonic())))
         pause, number = min(2 * pause, LONGEST_PAUSE), number + 1
 
@@ -258,7 +265,8 @@ _logging = threading.Lock()
 
 
 def _log_attempt(url: str, number: int, why: str, retries: str) -> None:
-    """Log a failed attempt, once per folder and interval: often all requests fail at once."""
+    """Log a failed attempt, but at most once per folder and ``LOG_SECONDS``: often all requests
+    fail at once."""
     folder = url.rpartition("/")[0]
     with _logging:
         now = time.monotonic()
@@ -315,7 +323,7 @@ def _no_credentials(url: str, error: Exception) -> ConfigError:
 
 
 def _summary(error: Exception) -> str:
-    """Return first line, code and message of a store's error; the rest may contain a token."""
+    """Return first line, code and message of a store's error; other lines may contain secrets."""
     line, _, more = str(error).partition("\n\nDebug source")[0].partition("\n")
     code = "".join(re.findall(r"^<Error>.*?</Message>", more, re.DOTALL))
     return redacted(line)[:300] + redacted(code)[:300]
@@ -345,14 +353,14 @@ def _store_of(url: str, parts: float = 0) -> tuple[Any, str]:
 def _open_store(folder: str, limit: float, parts: float) -> Any:
     """Return the client of a folder; all objects in it share its connections.
 
-    Concurrent requests (64 of 4 MiB, or 12 parts) share the bandwidth, so on a slow connection they
-    take long without failing. So a request that receives nothing times out early, a slow one late.
-    An upload of a part gives no such signal: its timeout is half of the client's retry time, longer
-    for larger parts.
+    Concurrent requests (64 of 4 MiB, or 12 parts) share the bandwidth, so on a slow connection each
+    takes long although nothing fails. So a request that receives nothing times out early, but a
+    slow one late. An upload does not show its progress, so the timeout of a part is half of the
+    retry time (at least ``REQUEST_TIMEOUT``), and longer for larger parts.
 
-    With ``parts``, the size of an upload's part in ``PART_BYTES``, the client itself retries parts;
-    otherwise it does not, since it would hide errors and cannot check bytes. Raises ConfigError:
-    the address or the store's settings are invalid.
+    ``parts`` is the size of an upload's parts in units of ``PART_BYTES``: the client then retries
+    parts itself. If it is 0, the client does not retry, since it would hide errors and cannot check
+    bytes. Raises ConfigError if the address or the store's settings are invalid.
     """
     if folder.startswith("file:"):
         try:
@@ -386,8 +394,8 @@ _users: list[int] = []  # id of the first process that used the client; inherite
 
 
 def refuse_fork() -> None:
-    """Raise ConfigError if this process was forked from one that has used the client: its threads
-    do not survive a fork, so a child would wait forever."""
+    """Raise ConfigError if this process was forked from one that has used the client: the client's
+    threads do not survive a fork, so the child would wait forever."""
     if not _users:
         _users.append(os.getpid())
     if _users[0] != os.getpid():

@@ -1,10 +1,10 @@
-"""Copy whole datasets and files between addresses and this machine, for code on local files.
+"""Copy whole datasets and files between addresses and this machine, for code that needs files.
 
 - ``local_copy``: a dataset to read; ``local_output``, ``local_output_file``: outputs to write
-- ``upload_dataset``: copies a finished dataset to an address
+- ``upload_dataset``: copy a finished dataset to an address
 
-Both directions use the cache: inputs are fetched into it whole, outputs are written there before
-the upload. Local prefixes and paths are used directly.
+Both directions use the cache: whole inputs are fetched into it, and outputs are written there
+before the upload. Local prefixes and paths are used directly.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from megapack.storage.remote.checksums import BLOCK_BYTES, SUFFIX, BlockChecksum
 from megapack.storage.remote.client import find_object, put_object, remove_object
 from megapack.storage.remote.reader import RemotePair, exists, open_remote_pair
 
-_CHECKED_BLOCKS = 256  # read and checked at a time
+_CHECKED_BLOCKS = 256  # number of blocks to read and check at a time
 
 
 @contextlib.contextmanager
 def local_copy(prefix: str | os.PathLike[str], *, tokens: bool = True) -> Iterator[str]:
-    """Yield the local prefix of a dataset while the block runs.
+    """Yield the local prefix of a dataset while the ``with`` block runs.
 
     A remote dataset is fetched, checked against its checksums, and removed at the end. Without
-    ``tokens``, an empty file of its size replaces a remote .bin. Raises FileNotFoundError: .idx or
-    .bin does not exist; others: see ``open_remote_pair`` and ``Cache.fetch``.
+    ``tokens``, a file of zeros of the same size replaces a remote .bin. Raises FileNotFoundError if
+    .idx or .bin does not exist, and the errors of ``open_remote_pair`` and ``Cache.fetch``.
     """
     prefix = prefix_of(prefix)
     if not is_remote(prefix):
@@ -42,7 +42,7 @@ def local_copy(prefix: str | os.PathLike[str], *, tokens: bool = True) -> Iterat
     pair = open_remote_pair(prefix)
     cache, sums = pair.cache, pair.checksums
     name = Path(pair.local_prefix).name
-    # The entry belongs to this version of all objects, so leftovers of another are never used.
+    # The entry belongs to these versions of the objects, so files of other versions are never used.
     local = cache.entry(f"{name}.{'whole' if tokens else 'sizes'}", pair.local_prefix)
     files = str(local / name)
     try:
@@ -76,16 +76,16 @@ def _check_blocks(path: Path, checksums: BlockChecksums) -> None:
 def local_output(
     prefix: str | os.PathLike[str], outputs: Iterable[str] | None = None, *, overwrite: bool
 ) -> Iterator[str]:
-    """Yield the local prefix at which to write a dataset while the block runs.
+    """Yield the local prefix at which the ``with`` block writes a dataset.
 
-    For an address, first copy the existing .idx and meta file, and an empty .bin of the right size,
-    unless ``overwrite``: so the block detects an equal or another dataset as it does locally. After
-    the block, upload every new dataset, complete or absent, and the manifest of a build. If the
-    block or the upload fails, the files stay in the cache for the next run. Another process of this
-    node with the same output waits.
+    For an address, unless ``overwrite``, first copy the existing .idx and meta file and create a
+    .bin of zeros of the same size, so that the block detects an equal or a different dataset as it
+    does locally. After the block, upload every new dataset and the manifest of a build; readers
+    find each dataset complete or not at all. If the block or the upload fails, the files stay in
+    the cache for the next run. Another process of this node with the same output waits.
 
     ``outputs`` are the prefixes of all datasets that the block writes; by default ``prefix``.
-    Raises as ``open_remote_pair`` and ``upload_dataset``.
+    Raises the errors of ``open_remote_pair`` and ``upload_dataset``.
     """
     prefix = prefix_of(prefix)
     if not is_remote(prefix):
@@ -103,7 +103,7 @@ def local_output(
             for manifest in _written(local.glob("*.manifest.json"), copied):
                 put_object(f"{folder}/{manifest.name}", manifest)
         except BaseException as error:
-            if isinstance(error, MegapackError):  # it names the local file: name the object
+            if isinstance(error, MegapackError):  # name the object instead of the local file
                 error.args = (str(error).replace(str(local), folder),)
             cache.in_use.give_back(str(local))  # without removing its files
             raise
@@ -112,11 +112,11 @@ def local_output(
 
 @contextlib.contextmanager
 def local_output_file(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield the local path at which to write one file while the block runs.
+    """Yield the local path at which the ``with`` block writes one file.
 
-    For an address, first copy the existing object; after the block, upload a new file, complete or
-    absent. If the block or the upload fails, remove it. Another process with the same output waits.
-    Raises as ``Cache.fetch`` and ``put_object``.
+    For an address, first copy the existing object; after the block, upload the file if it is new.
+    The local file is removed at the end, also after an error. Another process of this node with the
+    same output waits. Raises the errors of ``Cache.fetch`` and ``put_object``.
     """
     if not is_remote(path):
         yield Path(path)
@@ -141,7 +141,8 @@ def local_output_file(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def _copy_existing(local: Path, prefixes: Sequence[str]) -> list[os.stat_result]:
-    """Copy existing complete datasets and a build's manifest over the files of an earlier run."""
+    """Copy existing complete datasets and a build's manifest over the files of an earlier run;
+    return the status of the copies."""
     copied = []
     for prefix in filter(exists, dict.fromkeys(prefixes)):
         files, pair = str(local / split_address(prefix)[1]), open_remote_pair(prefix)
@@ -162,22 +163,22 @@ def _copy_existing(local: Path, prefixes: Sequence[str]) -> list[os.stat_result]
 
 
 def _write_size(path: Path, pair: RemotePair) -> None:
-    """Write an empty .bin of the right size, for callers that read no tokens."""
-    with path.open("ab") as file:  # never shorter meanwhile: another process may check it
+    """Write a .bin of zeros of the right size, for callers that read no tokens."""
+    with path.open("ab") as file:  # does not truncate: another process may check the size
         file.truncate(pair.bin_object.num_bytes)
 
 
 def _written(paths: Iterable[Path], copied: list[os.stat_result]) -> list[Path]:
-    """Return the paths of files that are not copies of existing objects."""
+    """Return those paths whose files are not copies of existing objects."""
     return [p for p in paths if not any(os.path.samestat(p.stat(), each) for each in copied)]
 
 
 def upload_dataset(prefix: str, address: str) -> None:
-    """Copy a local dataset, with checksums of its blocks, to the prefix at an address.
+    """Copy a local dataset, with checksums of its blocks, to the prefix ``address``.
 
     Readers find the old dataset, none, or the new one at any moment: the old .idx is removed first,
-    and the new one comes last. Only one writer at a time: object stores have no locks. Raises
-    FormatError: .bin or .idx do not match the meta file; others: see ``put_object``.
+    and the new one is written last. Run only one writer at a time: object stores have no locks.
+    Raises FormatError if .bin or .idx do not match the meta file, and the errors of ``put_object``.
     """
     with tempfile.TemporaryDirectory(prefix="megapack-") as folder:
         sums = Path(folder) / SUFFIX
