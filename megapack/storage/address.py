@@ -63,14 +63,15 @@ def path_in(folder: Path, path: str) -> str:
 
 
 def is_below(folder: str, url: str) -> bool:
-    """Return whether an address is inside the folder at another one, also if percent-encoded."""
+    """Return whether ``url`` is inside the folder at the address ``folder``, also if
+    percent-encoded."""
     names = [unquote(name) for name in url.removeprefix(f"{folder}/").split("/")]
     plain = not any(name in ("", ".", "..") or set("/\\") & set(name) for name in names)
     return url.startswith(f"{folder}/") and plain
 
 
 def split_address(url: str) -> tuple[str, str]:
-    """Return folder and name of an address. Raises ConfigError: the name is empty."""
+    """Return folder and name of an address. Raises ConfigError if one of them is empty."""
     folder, _, name = url.rpartition("/")
     if not name or folder.endswith(("/", ":")):
         raise ConfigError(f"{url} is no address of an object; write it as s3://bucket/folder/name")

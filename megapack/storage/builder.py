@@ -58,14 +58,14 @@ class IndexedDatasetBuilder:
     Args:
         prefix: the files' common name.
         dtype: token type on disk: int32 or uint16 (every host reads them), or int8, uint8, int16,
-            int64. float16: the documents are loss weights, one number per token of the dataset they
-            belong to (its prefix and ``.weights``); their bits are stored as uint16
+            int64. With float16, the documents are loss weights, one number per token of the dataset
+            they belong to (its prefix and ``.weights``); their bits are stored as uint16
             (``as_loss_weights``).
         multimodal: store a mode (int8) per sequence.
-        vocab_size: number of token ids; larger ids are errors, and the number is recorded.
+        vocab_size: number of token ids; ids must be smaller. Recorded in the meta file.
         allow_negative: accept negative values, such as -100 in label datasets.
-        metadata: JSON-able facts for the meta file (tokenizer, command, ...).
-        durable: False: do not wait for the disk. After a crash of the machine (not of the process)
+        metadata: facts for the meta file that JSON can represent (tokenizer, command, ...).
+        durable: if False, do not wait for the disk. After a crash of the machine (not the process)
             files with final names may be damaged, so readers must check their checksums.
         overwrite: replace a dataset at ``prefix``.
 
@@ -122,8 +122,8 @@ class IndexedDatasetBuilder:
 
     def add_item(self, tokens: Any, mode: int = 0) -> None:
         """Add one sequence (integers: an array, a tensor, a list, or a list of numeric strings) to
-        the current document; ``end_document()`` ends it. ``mode``: of the sequence, if multimodal.
-        Raises DataError: an id outside the dtype or the vocabulary."""
+        the current document; ``end_document()`` ends it. ``mode`` is the sequence's mode if the
+        dataset is multimodal. Raises DataError if an id is outside the dtype or the vocabulary."""
         self._require_open()
         ids = self._as_stored(tokens)
         _check_length(ids.size)
@@ -170,9 +170,9 @@ class IndexedDatasetBuilder:
 
     def add_documents(self, flat_tokens: Any, offsets: Any) -> None:
         """Add many documents of one sequence each, at the speed of a copy: document d is
-        ``flat_tokens[offsets[d]:offsets[d + 1]]``. ``offsets``: (num_documents + 1,) integers,
-        first 0, last ``len(flat_tokens)``. Raises DataError: an id outside the dtype or the
-        vocabulary, or wrong offsets."""
+        ``flat_tokens[offsets[d]:offsets[d + 1]]``. ``offsets`` are (num_documents + 1,) integers;
+        the first is 0, the last ``len(flat_tokens)``. Raises DataError if an id is outside the
+        dtype or the vocabulary, or the offsets are wrong."""
         self._require_open()
         self._log.require_closed()
         ids, bounds = self._as_stored(flat_tokens), np.asarray(offsets)
@@ -187,7 +187,7 @@ class IndexedDatasetBuilder:
         converts dtypes.)
 
         Raises:
-            DataError: another dtype, or an id outside the limits.
+            DataError: the other dataset has a different dtype, or an id is outside the limits.
             FormatError: the other dataset is damaged.
         """
         self._require_open()
@@ -207,15 +207,15 @@ class IndexedDatasetBuilder:
         self._log.add_layout(dataset.layout)
 
     def end_document(self) -> None:
-        """End a document: all sequences added since the last one ended (possibly none)."""
+        """End a document: all sequences added since the previous one ended (possibly none)."""
         self._require_open()
         self._log.end_document()
 
     def finalize(self, idx_path: str | os.PathLike[str] | None = None) -> None:
         """Write the index and rename all files to their final names; ``idx_path`` is the path of
-        the .idx, as Megatron's callers pass it, by default ``<prefix>.idx``. Raises DataError:
-        sequences were added after the last ``end_document()``; OSError: disk full, ...; nothing is
-        left behind."""
+        the .idx, as Megatron's callers pass it, by default ``<prefix>.idx``. Raises DataError if
+        sequences were added after the last ``end_document()``, and OSError if the disk is full, for
+        example; nothing is left behind."""
         self._require_open()
         self._log.require_closed()
         try:

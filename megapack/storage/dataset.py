@@ -185,7 +185,7 @@ class IndexedDataset:
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> Any:
         """Return tokens ``[offset, offset + length)`` of one sequence, by default up to its end.
-        Raises IndexError: the sequence or the range does not exist."""
+        Raises IndexError if the sequence or the range does not exist."""
         begin, available = self._extent(idx)
         length = available - offset if length is None else length
         if offset < 0 or length < 0 or offset + length > available:
@@ -258,8 +258,8 @@ class IndexedDataset:
 
     @cached_property
     def meta(self) -> dict[str, Any] | None:
-        """Contents of ``<prefix>.meta.json``; None without it (datasets of other tools). Raises
-        FormatError: it is damaged, or describes other files than the open ones."""
+        """Contents of ``<prefix>.meta.json``; None if it does not exist (datasets of other tools).
+        Raises FormatError if it is damaged, or does not describe the open files."""
         meta = read_meta(self._files)
         if meta is None:
             return None
@@ -366,7 +366,7 @@ def read_document_lengths(prefix: str | os.PathLike[str]) -> NDArray[np.int32] |
     """Return tokens per document from the .idx, without reading .bin.
 
     Args:
-        prefix: of the dataset, with or without ``.idx``; may be an address.
+        prefix: the dataset's prefix, with or without ``.idx``; may be an address.
 
     Returns:
         int32 ``(num_documents,)``; int64 only if a document has more than 2^31 - 1 tokens.
@@ -378,7 +378,8 @@ def read_document_lengths(prefix: str | os.PathLike[str]) -> NDArray[np.int32] |
 
 
 def open_index(prefix: str | os.PathLike[str]) -> IndexFile:
-    """Open the .idx of a local or remote dataset. Raises as ``read_document_lengths``."""
+    """Open the .idx of a local or remote dataset. Raises the errors of
+    ``read_document_lengths``."""
     files = prefix_of(prefix)
     if is_remote(files):
         files = open_remote_pair(files).local_prefix
@@ -390,8 +391,8 @@ MAX_DOCUMENT_TOKENS = 1 << 40  # a larger number cannot be a document's length
 
 def read_lengths_file(path: str | os.PathLike[str]) -> NDArray[Any]:
     """Map tokens per document from a .npy file: (num_documents,), any integer dtype. Raises
-    FormatError: not a .npy file; DataError: not 1-D integers, or a document of over 2^40 tokens.
-    """
+    FormatError if it is not a .npy file, and DataError if it does not contain 1-D integers, or a
+    document has over 2^40 tokens."""
     lengths = open_npy(path)
     if lengths.ndim != 1 or lengths.dtype.kind not in "iu":
         raise DataError(
@@ -409,7 +410,7 @@ def read_lengths_file(path: str | os.PathLike[str]) -> NDArray[Any]:
 
 def read_documents(path: str | Path) -> NDArray[np.int64]:
     """Return the document ids in a file, sorted and unique, int64: a .npy file of integers in one
-    dimension, or text with one id per line. Raises FormatError: it contains something else."""
+    dimension, or text with one id per line. Raises FormatError if it contains anything else."""
     path = Path(path)
     if path.suffix == ".npy":
         ids: NDArray[Any] = open_npy(path)
@@ -441,10 +442,10 @@ def open_labels(
 ) -> IndexedDataset | None:
     """Open the labels of documents: not shifted, negative for tokens without loss.
 
-    ``labels`` is the dataset or its prefix; ``auto`` opens ``<prefix>.labels`` if it exists. None:
-    there are no labels, and each token is the label of the token before it. Raises
-    IndexMismatchError: the labels belong to other documents; FormatError, OSError: damaged
-    or missing files.
+    ``labels`` is the dataset or its prefix; ``auto`` opens ``<prefix>.labels`` if it exists. Returns
+    None without labels: then each token is the label of the token before it. Raises
+    IndexMismatchError if the labels belong to different documents, and FormatError or OSError if
+    files are damaged or missing.
     """
     return _open_companion(documents, labels, LABELS)
 
@@ -455,7 +456,8 @@ def open_weights(
     """Open the loss weights of documents: for each token, the factor on the loss of predicting it.
 
     ``.tokens.view(numpy.float16)`` contains the numbers (``as_loss_weights``). Arguments and errors
-    are those of ``open_labels``, for ``<prefix>.weights``. None: there are no weights, all are 1.
+    are those of ``open_labels``, for ``<prefix>.weights``. Returns None without weights: then all
+    are 1.
     """
     opened = _open_companion(documents, weights, WEIGHTS)
     if opened is not None and not holds_weights(opened.meta):
@@ -494,7 +496,8 @@ def _open_companion(
 
 
 def label_list(labels: Any, num_datasets: int, what: str = "label") -> list[LabelDocuments]:
-    """Return one entry per dataset; "auto" and None apply to all. Raises ConfigError: too few."""
+    """Return one entry per dataset; "auto" and None apply to all. Raises ConfigError if the number
+    of entries is wrong."""
     if isinstance(labels, (list, tuple)):
         listed = list(labels)
     else:

@@ -62,7 +62,7 @@ NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.E
 
 
 def open_regular(path: str | os.PathLike[str]) -> io.FileIO:
-    """Open a file without a buffer. Raises FormatError: it is not a regular file (a FIFO would
+    """Open a file without a buffer. Raises FormatError if it is not a regular file (a FIFO would
     block, a device has no end)."""
     return io.FileIO(os.fspath(path), "rb", opener=_open_regular)
 
@@ -122,7 +122,7 @@ def read_array_blocks(
     file: io.FileIO, dtype: DTypeLike, count: int, block: int = BLOCK
 ) -> Iterator[NDArray[Any]]:
     """Yield ``count`` numbers from the file's current position, ``block`` at a time. Raises
-    FormatError: the file is too short."""
+    FormatError if the file is too short."""
     for begin in range(0, count, block):
         numbers = np.empty(min(block, count - begin), dtype)
         unread = numbers.view(np.uint8).data
@@ -180,8 +180,8 @@ def check_not_read(path: str | os.PathLike[str], reads: Iterable[str]) -> None:
 
 def target_of(path: str | os.PathLike[str]) -> Path:
     """Return the regular file that writing to ``path`` creates or replaces; links are followed.
-    Raises ConfigError: another kind of file (a device, ...), a missing directory, or a name that is
-    too long to append a temporary ending."""
+    Raises ConfigError if the file is not regular (a device, ...), the directory is missing, or the
+    name is too long to append a temporary ending."""
     target = Path(os.path.realpath(path))
     if not target.parent.is_dir():
         raise ConfigError(f"{os.fspath(path)}: directory {target.parent} does not exist; create it")
@@ -226,7 +226,7 @@ class AtomicFile:
     """Binary file under a temporary name next to ``path`` until ``publish`` renames it.
 
     Deleting the object, leaving the interpreter and ``discard()`` remove an unpublished file. A
-    forked child never removes its parent's file. Raises ConfigError: see ``target_of``; OSError:
+    forked child never removes its parent's file. Raises the errors of ``target_of``, and OSError if
     the directory is not writable.
     """
 
@@ -483,8 +483,8 @@ def _sync_directory(directory: Path) -> None:
 
 def lock_file(descriptor: int, path: Path, kind: int = fcntl.LOCK_EX) -> bool:
     """Lock an open file without waiting; return whether ``path`` still leads to it (another process
-    may have removed it before the lock). Raises BlockingIOError: another descriptor holds the lock;
-    OSError: the file system has no locks (``NO_LOCKS``)."""
+    may have removed it before). Raises BlockingIOError if another descriptor holds the lock, and
+    OSError if the file system has no locks (``NO_LOCKS``)."""
     fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     try:
         return os.path.samestat(os.fstat(descriptor), os.lstat(path))

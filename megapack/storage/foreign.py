@@ -8,7 +8,7 @@
 mmididx      .bin/.idx of Megatron, Megatron-DeepSpeed, GPT-NeoX, DeepSpeed or megapack
 datatrove    ``<name>.ds`` with ``.index`` (uint64 document ends, in tokens), ``.metadata``
              (tokenizer, width, count) and ``.loss`` (a byte per token, 0: no loss)
-dolma        headerless .npy of dolma and OLMo-core with ``.csv.gz`` (begin and end per document)
+dolma        headerless .npy of dolma and OLMo-core with ``.csv.gz`` (start and end per document)
 llm.c        .bin of llm.c and modded-nanogpt: a header of 256 int32, then tokens
 npy          a 1-D .npy; documents as recorded in ``.csv.gz``, else split at a separator
 flat         only tokens (nanoGPT's .bin), documents split at a separator
@@ -72,7 +72,7 @@ class Foreign:
 
 def detect(path: str | os.PathLike[str]) -> str:
     """Return the kind of a file or prefix, detected by its first bytes and the files next to it.
-    Raises FormatError if it is a folder or another file that is not regular."""
+    Raises FormatError if it is a folder or not a regular file."""
     if Path(path).is_dir():
         raise FormatError(f"{path} is {recognize(path)}")
     idx_path = path_of(prefix_of(path), ".idx")
@@ -241,7 +241,7 @@ def _dolma(path: Path, _: DTypeLike | None) -> Foreign:
 
 
 def _read_bounds(path: Path) -> NDArray[np.int64]:
-    """Read tokens per document from a ``.csv.gz`` with a row per document: begin, end, and more."""
+    """Read tokens per document from a ``.csv.gz`` with a row per document: start, end, and more."""
     lengths: list[int] = []
     position = 0
     try:
@@ -465,7 +465,7 @@ def _is_number(text: str) -> bool:
 
 
 def _token_dtype(dtype: DTypeLike) -> np.dtype[Any]:
-    """Return the dtype for a .idx: int32 for uint32 and int64 for uint64, since ids that fit both
+    """Return the dtype for an .idx: int32 for uint32 and int64 for uint64, since ids that fit both
     have the same bytes."""
     for unsigned, signed in ((np.uint32, np.int32), (np.uint64, np.int64)):
         if dtype == unsigned or dtype == np.dtype(unsigned).name:

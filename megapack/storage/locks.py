@@ -109,7 +109,8 @@ def _new_lock(path: Path, name: str, content: bytes, shared: bool) -> int | None
 def _join_lock(path: Path, name: str, content: bytes, shared: bool) -> int | None:
     """Lock the file that exists; return its descriptor, or None if its owner removed it.
 
-    Raises LockedError: another process holds it; ConfigError: it is not megapack's.
+    Raises LockedError if another process holds the lock, and ConfigError if the file is not
+    megapack's.
     """
     try:
         if not stat.S_ISREG(path.lstat().st_mode):
@@ -187,7 +188,7 @@ def is_own_folder(path: Path) -> bool:
 
 
 def make_own_folder(path: Path) -> None:
-    """Create a marked folder, or check that the existing one is marked. Raises ConfigError:
+    """Create a marked folder, or check that the existing one is marked. Raises ConfigError if
     something that megapack did not make has that name."""
     while not is_own_folder(path):
         if os.path.lexists(path):
@@ -209,6 +210,6 @@ def make_own_folder(path: Path) -> None:
 
 
 def remove_own_folder(path: Path) -> None:
-    """Remove a folder and all it holds if megapack made it; otherwise do nothing."""
+    """Remove a folder and its contents if megapack made it; otherwise do nothing."""
     if is_own_folder(path):
         shutil.rmtree(path, ignore_errors=True)

@@ -57,22 +57,22 @@ def merge(
     document indices (a merge of GPT-NeoX loses them), each of its sequences becomes a document.
 
     Args:
-        prefixes: of the datasets, at least one. Remote ones are fetched whole into the cache first.
+        prefixes: at least one dataset. Remote ones are fetched whole into the cache first.
         output: prefix of the result; a remote one is uploaded when it is complete.
-        dtype: of the result; required if the inputs' dtypes differ. All ids must fit into it.
+        dtype: the result's dtype; required if the inputs' dtypes differ. All ids must fit into it.
         multimodal: the inputs have modes.
         allow_mixed_tokenizers: accept different or missing tokenizers and begin or end tokens (BOS,
             EOD) in the inputs' meta files.
-        metadata: for the result's meta file, in addition to entries on which all inputs agree.
+        metadata: entries of the result's meta file, besides those on which all inputs agree.
         remove_inputs: delete the inputs after the result is renamed.
-        overwrite: replace another dataset at ``output``.
+        overwrite: replace a different dataset at ``output``.
         progress: called with (tokens done, all tokens) after every input.
 
     Returns:
         False if nothing was done, because the meta files prove that the result exists already.
 
     Raises:
-        ConfigError: another dataset or an input is at ``output``, or it is not writable; or
+        ConfigError: ``output`` is a different dataset, an input, or not writable; or
             ``remove_inputs`` with remote datasets, or after some inputs were removed already.
         LockedError: another process writes ``output``.
         DataError: dtypes, tokenizers or begin or end tokens differ, or an id does not fit.

@@ -111,8 +111,8 @@ def common_metadata(metas: Iterable[Mapping[str, Any] | None]) -> dict[str, Any]
 
 
 def read_meta(prefix: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """Return the meta file of a dataset, or None. Raises FormatError: invalid JSON, another tool's
-    file, a newer version, missing keys."""
+    """Return the meta file of a dataset, or None. Raises FormatError for invalid JSON, another
+    tool's file, a newer version, or missing keys."""
     path = meta_path(prefix)
     try:
         with open_regular(path) as file:
@@ -151,7 +151,8 @@ def differing_tokens(metas: Mapping[str, Mapping[str, Any] | None]) -> str | Non
 def matching_meta(
     prefix: str | os.PathLike[str], dtype: str, header: IndexHeader, num_tokens: int
 ) -> dict[str, Any] | None:
-    """Return the meta file if it describes the present .idx, else None. Raises as ``read_meta``."""
+    """Return the meta file if it describes the present .idx, else None. Raises the errors of
+    ``read_meta``."""
     meta = read_meta(prefix)
     if meta is None or difference_from_files(meta, dtype, header, num_tokens):
         return None
@@ -167,7 +168,8 @@ def file_checksum(path: Path, progress: Callable[[], object] = lambda: None) -> 
 def stretch_checksum(
     file: io.FileIO, num_bytes: int, progress: Callable[[], object] = lambda: None
 ) -> str:
-    """Return the xxh3_128 of the next ``num_bytes``. Raises FormatError: the file is too short."""
+    """Return the xxh3_128 of the next ``num_bytes``. Raises FormatError if the file is too
+    short."""
     digest = xxhash.xxh3_128()
     for block in read_array_blocks(file, np.uint8, num_bytes, 1 << 20):
         digest.update(block.data)
@@ -177,7 +179,7 @@ def stretch_checksum(
 
 def has_its_checksums(prefix: str | os.PathLike[str]) -> bool:
     """Return whether .idx and .bin have the sizes and checksums in the meta file; False without
-    one. Raises FormatError: the meta file is damaged."""
+    one. Raises FormatError if the meta file is damaged."""
     meta = read_meta(prefix)
     if meta is None:
         return False

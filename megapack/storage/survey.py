@@ -136,7 +136,7 @@ class Survey:
         return next((np.dtype(same_bytes[n]) for n in same_bytes if n in names), None), text
 
     def names_another_order(self, width: int) -> bool:
-        """Return whether the pointers cover every byte of .bin once, in another order than .idx."""
+        """Return whether the pointers cover every byte of .bin once, but in a different order."""
         lengths, pointers = self.layout.lengths().astype(np.int64), self.layout.pointers()
         order = np.lexsort((lengths, pointers))  # an empty sequence comes before its neighbour
         expected = np.cumsum(lengths[order]) - lengths[order]
@@ -188,8 +188,8 @@ class Survey:
 def survey(
     idx_path: str | os.PathLike[str], bin_path: str | os.PathLike[str], *, multimodal: bool = False
 ) -> Survey:
-    """Read an .idx once from end to end, block by block. Raises FormatError: not an .idx,
-    truncated, a negative length, or ``multimodal`` without modes."""
+    """Read an .idx once from end to end, block by block. Raises FormatError if it is not an .idx,
+    is truncated, contains a negative length, or lacks modes although ``multimodal``."""
     layout = FileLayout(idx_path, multimodal)
     with open_regular(bin_path) as file:
         result = Survey(layout, Path(bin_path), file_identity(file).num_bytes)

@@ -1,4 +1,4 @@
-"""Find the token width, the document ends, and begin and end tokens from the tokens of a file.
+"""Derive token width, document ends, and begin and end tokens from the tokens of a file.
 
 - ``Scan``: one pass over all tokens; ``check_width``, ``likely_dtype``: compare ids with the dtype
 - ``split_documents``: documents between separators

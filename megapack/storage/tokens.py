@@ -93,7 +93,7 @@ def holds_weights(meta: Mapping[str, Any] | None) -> bool:
 
 
 def as_loss_weights(weights: Any) -> Tokens:
-    """Return loss weights as float16, reinterpreted as uint16, a type that token files can have.
+    """Return loss weights as float16 bits in uint16, a type that token files can have.
 
         as_loss_weights([1, 0.5, 0]).view(np.float16)     # -> [1, 0.5, 0]
 

@@ -366,7 +366,7 @@ class Cache:
         # Without this, the interpreter would fetch all queued blocks before it exits.
         threading._register_atexit(self._end)  # type: ignore[attr-defined]
         self._lock = threading.Lock()
-        self._written = SMALLEST_SIZE  # bytes since the last check of the size; check soon
+        self._written = SMALLEST_SIZE  # bytes since the last size check; large: check soon
 
     def _end(self) -> None:
         ending.set()

@@ -188,7 +188,8 @@ class RemoteTokens:
         return int((~self._seen[blocks]).sum())
 
     def awaited(self, blocks: Blocks) -> str | None:
-        """Describe the first missing block and the process that fetches it; None: no block."""
+        """Describe the first missing block and the process that fetches it; None if no block is
+        missing."""
         absent = blocks[~self._seen[blocks]]
         if not absent.size:
             return None
@@ -215,7 +216,7 @@ def blocks_of(begins: NDArray[np.int64], ends: NDArray[np.int64], itemsize: int)
 
 def read_consistently(wanted: list[tuple[RemoteTokens, Blocks]], read: Callable[[], T]) -> T:
     """Wait until all blocks in ``wanted`` are in memory, call ``read``, and return its result.
-    Raises TimeoutError: no progress for a long time (``Patience``); other errors:
+    Raises TimeoutError if there is no progress for a long time (``Patience``), and the errors of
     ``RemoteObject.read``."""
     for tokens, blocks in wanted:
         tokens.pin(blocks)
@@ -252,8 +253,8 @@ def open_remote_pair(prefix: str) -> RemotePair:
 
     An upload removes the old .idx first and writes the new one last (``upload_dataset``). So if the
     .idx does not change while the other objects are looked up, all objects belong together. Raises
-    FileNotFoundError: .idx or .bin does not exist; FormatError: an object was replaced meanwhile,
-    or is damaged; others: see ``RemoteObject.read``.
+    FileNotFoundError if .idx or .bin does not exist, FormatError if an object was replaced
+    meanwhile or is damaged, and the other errors of ``RemoteObject.read``.
     """
     cache = open_cache()
     index, bin_object, meta, sums = _find(f"{prefix}{suffix}" for suffix in _SUFFIXES)
@@ -296,7 +297,8 @@ def open_remote_pair(prefix: str) -> RemotePair:
 
 def fetch_file(url: str, check: Callable[[Path], object] = lambda _: None) -> Path:
     """Return the local copy of a whole object; one process of the node fetches it. Raises
-    FileNotFoundError: it does not exist; others: see ``Cache.fetch``, also for ``check``."""
+    FileNotFoundError if the object does not exist, and the errors of ``Cache.fetch``, which also
+    describes ``check``."""
     remote_object = find_object(url)
     if remote_object is None:
         raise missing(url)
@@ -308,7 +310,8 @@ def fetch_file(url: str, check: Callable[[Path], object] = lambda _: None) -> Pa
 
 
 def exists(prefix: str) -> bool:
-    """Return whether .idx and .bin of a remote dataset exist. Raises as ``RemoteObject.read``."""
+    """Return whether .idx and .bin of a remote dataset exist. Raises the other errors of
+    ``RemoteObject.read``."""
     return all(_find(f"{prefix}{suffix}" for suffix in (".idx", ".bin")))
 
 
