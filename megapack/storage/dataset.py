@@ -442,8 +442,8 @@ def open_labels(
 ) -> IndexedDataset | None:
     """Open the labels of documents: not shifted, negative for tokens without loss.
 
-    ``labels`` is the dataset or its prefix; ``auto`` opens ``<prefix>.labels`` if it exists. Returns
-    None without labels: then each token is the label of the token before it. Raises
+    ``labels`` is the dataset or its prefix; ``auto`` opens ``<prefix>.labels`` if it exists.
+    Returns None without labels: then each token is the label of the token before it. Raises
     IndexMismatchError if the labels belong to different documents, and FormatError or OSError if
     files are damaged or missing.
     """
