@@ -301,10 +301,10 @@ def write_weights(prefix: str | os.PathLike[str], weights: Iterable[Any], **opti
 
         write_weights("corpus", map(numpy.load, sorted(Path("weights").glob("*.npy"))))
 
-    ``weights`` has, for every document in order, one number per token (``as_loss_weights``);
-    ``options`` are those of ``IndexedDatasetBuilder``: metadata, overwrite. Raises DataError: a
-    document has another number of tokens than weights, there are too few or too many, or a weight
-    cannot be stored.
+    ``weights`` yields, for every document in order, one number per token (``as_loss_weights``);
+    ``options`` are those of ``IndexedDatasetBuilder``: metadata, overwrite. Raises DataError if a
+    document does not have one weight per token, if there are too few or too many documents, or if a
+    weight cannot be stored.
     """
     lengths = read_document_lengths(prefix).tolist()
     with IndexedDatasetBuilder(prefix_of(prefix) + WEIGHTS, np.float16, **options) as builder:

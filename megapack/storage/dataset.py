@@ -109,7 +109,7 @@ class IndexedDataset:
         if is_remote(self.prefix):
             self._open_remote()
             return
-        self._files = self.prefix  # of .idx and .meta.json
+        self._files = self.prefix  # local prefix of .idx and .meta.json
         self._index, bin_file = open_pair(self.prefix)
         with bin_file:
             self._take_index()

@@ -325,7 +325,7 @@ def atomic_write(
 ) -> Iterator[IO[Any]]:
     """``with atomic_write(path) as file``: replace ``path`` when the block ends without an error.
 
-    Mode ``"w"`` writes UTF-8 text; ``durable``: see ``publish``. An OSError names the file.
+    Mode ``"w"`` writes UTF-8 text; ``publish`` describes ``durable``. An OSError contains the path.
     """
     target = AtomicFile(path)
     encoding = "utf-8" if mode == "w" else None

@@ -72,7 +72,7 @@ class Survey:
     # wrapped_widths: those for which this is true only modulo 2^32 (pointers that overflowed).
     widths: set[int] = field(default_factory=set)
     wrapped_widths: set[int] = field(default_factory=set)
-    first_wrong_pointer: str = ""  # for the width of the dtype code
+    first_wrong_pointer: str = ""  # described for the width of the dtype code
     num_empty_sequences: int = 0
     # First document that ends before it begins or after the last sequence; None: all are valid.
     first_bad_document: int | None = None

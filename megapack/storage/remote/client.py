@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 RETRY_SECONDS = 180.0  # default of MEGAPACK_RETRY_SECONDS: time limit of all retries
-WRONG_ATTEMPTS = 5  # for a range or a small file whose checksum is wrong
+WRONG_ATTEMPTS = 5  # attempts to read a range or small file with wrong checksum
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0  # seconds
 REQUEST_TIMEOUT = timedelta(seconds=30)  # longest time without a received byte
 PART_BYTES = 5 << 20  # size of an upload's parts; the smallest that stores accept

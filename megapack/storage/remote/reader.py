@@ -242,7 +242,7 @@ def read_consistently(wanted: list[tuple[RemoteTokens, Blocks]], read: Callable[
 class RemotePair:
     """One version of a remote dataset."""
 
-    local_prefix: str  # of the copies of .idx and, if it exists, .meta.json
+    local_prefix: str  # prefix of the copies of .idx and, if it exists, .meta.json
     bin_object: RemoteObject
     checksums: BlockChecksums | None
     cache: Cache
