@@ -145,7 +145,7 @@ HEADER_BYTES = 34
 CODE_OF_DTYPE = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
 DTYPE_OF_CODE = {code: np.dtype(name) for name, code in CODE_OF_DTYPE.items()}
 
-_OPENING_BYTES = 512  # opening reads this much of every array, so the fingerprint covers it
+_OPENING_BYTES = 512  # opening reads at most this much of an array; the fingerprint covers it
 _SPREAD_BLOCKS = 16  # blocks in the fingerprint that are spread evenly over the file
 _LENGTH = struct.Struct("<i")
 _POINTER = struct.Struct("<q")
