@@ -16,8 +16,8 @@ The first four runs detect boundaries that are missing or off by one, an attenti
 host ignores (megapack starts a new segment at a window), and a shifted mask: the loss of a masked
 token must be 0, that of any other token must not. The last two runs detect outputs that depend on
 the longest document of the row, or on the length of the row. Pieces have at most 64 tokens, or half
-of the longest segment. ``check_architecture``
-checks more, on a tiny copy of the model; the probe checks the host's real model and batch.
+of the longest segment. ``check_architecture`` checks more, on a tiny copy of the model; the probe
+checks the host's real model and batch.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Attention segment by segment: as its formula, and with PyTorch's fused CPU kernel.
+"""Attention segment by segment: by the formula, and with PyTorch's fused CPU kernel.
 
-``EAGER`` is the formula, for any device, any dtype and every rule. It processes queries in blocks,
-so memory grows linearly with the segment, and skips keys that the mask hides from a whole block.
-``SDPA`` is the default on the CPU. It calls the kernels behind ``scaled_dot_product_attention``,
-which return the log-sum-exp that the backward needs; the public function keeps it for autograd,
-which is off inside a custom operator.
+``EAGER`` computes the formula on any device, in any dtype, with every rule. It processes queries in
+blocks, so memory grows linearly with the segment, and skips keys that the mask hides from a whole
+block. ``SDPA`` is the default on the CPU. It calls the kernels of ``scaled_dot_product_attention``
+directly, because they return the log-sum-exp that the backward needs; the public function does not
+return it, and autograd is off inside a custom operator.
 
-Both read ``cu_seqlens``, which waits for the device; so faster backends come first on GPUs.
+Both copy ``cu_seqlens`` to the CPU, which waits for a GPU; so GPUs prefer the faster backends.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _BLOCK_ROWS = 512
 
 def bounds(segments: Segments, num_tokens: int) -> list[tuple[int, int]]:
     """Return ``(begin, end)`` of every segment that is not empty. Raises ValueError if segments do
-    not cover the stream: some tokens would have no result."""
+    not cover the stream, because some tokens would have no result."""
     ends = segments.cu_seqlens.tolist()
     if [*ends[:1], *ends[-1:]] != [0, num_tokens] or ends != sorted(ends):
         raise ValueError(
@@ -80,7 +80,7 @@ def formula_backward(
 
 
 def _blocks(segments: Segments, num_tokens: int, rule: ScoreRule) -> Iterator[tuple[slice, slice]]:
-    """Yield blocks of query rows, each with the range of keys that they can see."""
+    """Yield blocks of query rows, each with the range of keys that it attends to."""
     for begin, end in bounds(segments, num_tokens):
         for first in range(begin, end, _BLOCK_ROWS):
             last = min(first + _BLOCK_ROWS, end)
@@ -100,8 +100,8 @@ def sum_groups(x: Tensor, groups: int) -> Tensor:
 
 
 def _scores(q: Tensor, k: Tensor, offset: int, rule: ScoreRule) -> tuple[Tensor, Tensor | None]:
-    """Return scores ``[H, rows, keys]`` ready for softmax, and the derivative of the cap if any.
-    ``offset`` is the position of the first row minus that of the first key."""
+    """Return scores ``[H, rows, keys]`` ready for softmax, and the derivative of the soft cap or
+    None. ``offset`` is the position of the first row minus that of the first key."""
     queries = q.transpose(0, 1).to(accumulator(q))
     scores = queries @ _heads(k, q.shape[1]).transpose(1, 2) * rule.scale
     slope = None
@@ -178,7 +178,7 @@ def sdpa_backward(
 
 
 def _rows(x: Tensor, begin: int, end: int) -> Tensor:
-    """``[T, H, D]`` to ``[1, H, L, D]``: one segment as a batch of one."""
+    """Map ``[T, H, D]`` to ``[1, H, L, D]``: one segment as a batch of one."""
     return x[begin:end].transpose(0, 1).unsqueeze(0)
 
 
@@ -189,7 +189,7 @@ def _repeated(x: Tensor, begin: int, end: int, num_heads: int) -> Tensor:
 
 
 def _bias(q: Tensor, max_seqlen: int, rule: ScoreRule) -> Tensor | None:
-    """The additive bias of the longest segment; a shorter segment's is its top left corner."""
+    """Return the bias of the longest segment; shorter segments use its top left corner."""
     if rule.alibi_slopes is None and not rule.window:
         return None
     position = torch.arange(max_seqlen, device=q.device)

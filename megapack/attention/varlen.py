@@ -1,9 +1,9 @@
 """Attention over a stream of segments: one function, one opaque operator, any backend.
 
 - ``varlen_attention``: the attention function.
-- ``choose_backend``: the backend of a run, chosen at start; ``refusals``: why others cannot serve.
+- ``choose_backend``: chooses the backend of a run at start; ``refusals``: why others cannot serve.
 
-``torch.compile`` does not look into ``megapack::varlen_attn``, so a model compiles to one graph for
+``torch.compile`` does not trace ``megapack::varlen_attn``, so a model compiles to one graph for
 all segment layouts, and no mask is ever built. ``cu_seqlens`` may repeat its last entry.
 
     choose_backend(AttentionNeeds(device=torch.device("cpu"), dtype=torch.float32, head_dim=64,
@@ -41,14 +41,14 @@ BACKENDS: dict[str, Backend] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """Backend of a run, with the reason for the log and the run directory."""
+    """Backend of a run and why it was chosen, for the log and the run directory."""
 
     name: str
     reason: str
 
 
 def refusals(needs: AttentionNeeds) -> dict[str, str | None]:
-    """Return for every backend, in order of preference, why it cannot serve; None if it can."""
+    """Return for every backend, in order of preference, why it cannot serve, or None."""
     return {name: backend.why_not(needs) for name, backend in BACKENDS.items()}
 
 
@@ -88,19 +88,19 @@ def varlen_attention(
 ) -> Tensor:
     """Compute attention inside segments; return ``[T, H, D]`` in the dtype of ``query``.
 
-    ValueError: wrong shapes; a rule that ``backend`` does not support; with a CPU backend,
-    ``cu_seqlens`` that does not describe T tokens.
+    Raises ValueError for wrong shapes, for a rule that ``backend`` does not support and, with a CPU
+    backend, for ``cu_seqlens`` that does not describe T tokens.
 
     Args:
         query: ``[T, H, D]``.
         key, value: ``[T, Hkv, D]``; Hkv divides H (grouped-query attention).
-        cu_seqlens: ``[S + 1]`` int32 on the device of ``query``: 0, the end of every segment, T;
-            repeated entries are empty segments.
+        cu_seqlens: ``[S + 1]`` int32 on the device of ``query``: 0, then the end of every segment;
+            the last is T. Repeated entries are empty segments.
         max_seqlen: length of the longest segment in tokens, known on the CPU.
         backend: a name of ``BACKENDS``; see ``choose_backend``.
         scale: factor on the scores; None: ``D ** -0.5``.
-        causal: position i sees only j <= i.
-        window: with w > 0, position i sees only ``i - j < w``.
+        causal: position i attends only to j <= i.
+        window: with w > 0, position i attends only to j with ``i - j < w``.
         softcap: with c > 0, scores become ``c * tanh(scores / c)``.
         alibi_slopes: ``[H]`` float32; adds ``-slope * (i - j)`` to the scores (Press et al. 2021).
     """
@@ -224,7 +224,7 @@ def _setup_context(
 
 
 def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-    del grad_lse  # callers never see lse, so its gradient is always zero
+    del grad_lse  # callers do not get lse, so its gradient is always zero
     dq, dk, dv = torch.ops.megapack.varlen_attn_backward(grad_out, *ctx.saved_tensors, **ctx.rest)
     return dq, dk, dv, None, None
 

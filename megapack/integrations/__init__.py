@@ -1,6 +1,6 @@
-"""Other people's trainers: one adapter per host, which maps its names. Stands on data.
+"""Other trainers (hosts): one adapter each, which passes packed rows in the host's format.
 
-``probe(forward, batch)`` tries a host's real path: ``megapack.attention.probe``.
+``probe(forward, batch)`` checks a host's real model and batch; see ``megapack.attention.probe``.
 """
 
 from megapack.attention.probe import probe

@@ -1,4 +1,4 @@
-"""GPT-NeoX: packed rows behind data_path and train_data_paths, attention inside documents.
+"""GPT-NeoX: packed rows for data_path and train_data_paths, attention within documents.
 
     # train_packed.py, next to train.py; launch with: python deepy.py train_packed.py <configs>
     import runpy
@@ -6,8 +6,8 @@
     gpt_neox.install()
     runpy.run_path("train.py", run_name="__main__")
 
-NeoX reads rows in order and resumes from a count of micro batches; so blocks of
-``train_batch_size`` rows keep one bucket on all ranks, and a run may continue on another number of
+NeoX reads rows in order, so with blocks of ``train_batch_size`` rows all ranks have the same
+bucket. It resumes from a count of micro batches, so a run may continue on a different number of
 ranks with the same ``train_batch_size``. docs/guides/gpt_neox.md has the limits.
 """
 
@@ -38,12 +38,12 @@ __all__ = ["NeoXProvider", "install", "uninstall"]
 
 _rebinding = Rebinding("GPT-NeoX")
 
-# Names of the function that builds loaders, by release.
+# The function that builds loaders has one of these names, depending on the release.
 LOADERS = ("build_train_valid_test_data_loaders", "build_train_valid_test_data_iterators")
 
 
 class NeoXProvider:
-    """Replacements of functions of ``megatron.data.data_utils``; arguments as for ``install``."""
+    """Replacements for functions of ``megatron.data.data_utils``; arguments as for ``install``."""
 
     def __init__(self, *, varlen: bool = True, full_validation: bool = False) -> None:
         self.varlen, self.full_validation = varlen, full_validation
@@ -106,7 +106,7 @@ class NeoXProvider:
         *epochs_or_weights: Any,
         **host: Any,
     ) -> tuple[list[TextRowDataset], ...]:
-        """Return a dataset each for train, valid and test, which blends its paths and weights."""
+        """Return one dataset per split, which blends the split's paths by their weights."""
         del host
         self.neox_args = neox_args
         manifests = [_manifest_of(neox_args, name) for name in SPLITS]
@@ -120,8 +120,8 @@ class NeoXProvider:
     def _build(
         self, splits: Iterable[Any], seq_length: int, seed: int, *, with_labels: bool = False
     ) -> tuple[TextRowDataset | None, ...]:
-        """Return rows of train, valid and test, with ``label`` if a source has its own labels.
-        ``splits``: manifest or None, fractions of documents, number of rows, of epochs."""
+        """Return rows of train, valid and test; with_labels adds ``label`` if a source names its
+        labels. ``splits``: manifest or None, fractions of documents, numbers of rows and epochs."""
         datasets: list[TextRowDataset | None] = []
         for manifest, split, num_rows, num_epochs in splits:
             if manifest is None:
@@ -151,7 +151,7 @@ class NeoXProvider:
 
 def evaluate_from_first_row(stock: Any) -> Callable[..., Any]:
     """Wrap ``shift_and_wrap_data_loaders``: start every evaluation at the first row. After a
-    resume, NeoX starts at another row and repeats the rows from there on."""
+    resume, NeoX would start at a later row and repeat only the rows from there on."""
 
     @functools.wraps(stock)
     def shift(neox_args: Any, data_loaders: Any, *args: Any, **kwargs: Any) -> Any:
@@ -169,7 +169,7 @@ def _repeat(loader: Any) -> Iterator[Any]:
 
 
 def _weight_losses() -> None:
-    """Wrap the loss of a micro batch, and the evaluation that averages it."""
+    """Wrap the loss function of a micro batch, and the evaluation that averages losses."""
     training = importlib.import_module("megatron.training")
     evaluation, cross_entropy = segments.evaluation, training.cross_entropy
     if hasattr(training.evaluate, "__wrapped__"):  # already done, by an earlier build of loaders
@@ -188,7 +188,7 @@ def _weight_losses() -> None:
 
 
 def blendable(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``BlendableDataset(datasets, weights)``: our single dataset is blended already."""
+    """Wrap ``BlendableDataset(datasets, weights)``: do not blend our dataset again."""
 
     @functools.wraps(stock, updated=())
     def build(datasets: Sequence[Any], weights: Sequence[float]) -> Any:
@@ -207,9 +207,10 @@ def install(*, varlen: bool = True, full_validation: bool = False) -> None:
 
     Args:
         varlen: attention, positions and loss mask per segment (needs flash attention and one
-            pipeline stage); without it documents of a row see each other, as in stock NeoX.
+            pipeline stage); without it documents of a row attend to each other, as in stock
+            NeoX.
         full_validation: an evaluation reads every document of its set once and ignores
-            ``eval_iters`` (but 0 evaluates nothing); its loss is the mean over all labels.
+            ``eval_iters`` (unless it is 0: no evaluation); its loss is the mean over all labels.
     """
     if _rebinding:
         return
@@ -259,6 +260,6 @@ def _manifest_of(neox_args: Any, split: str) -> Manifest | None:
 
 
 def _epochs(epochs_or_weights: Sequence[Any], number: int) -> int | None:
-    """Return the epochs of one split; older releases pass lists of weights here."""
+    """Return the epochs of one split; None if a release passes lists of weights here."""
     value = epochs_or_weights[number] if number < len(epochs_or_weights) else None
     return value if isinstance(value, int) else None

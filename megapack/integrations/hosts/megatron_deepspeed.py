@@ -1,4 +1,4 @@
-"""Megatron-DeepSpeed: packed rows behind --data-path, attention inside documents.
+"""Megatron-DeepSpeed: packed rows for --data-path, attention within documents.
 
     # pretrain_packed.py, next to pretrain_gpt.py; launch it instead, with the same arguments
     import runpy
@@ -6,7 +6,7 @@
     megatron_deepspeed.install()
     runpy.run_path("pretrain_gpt.py", run_name="__main__")
 
-The loader is Megatron's ``single``: consecutive rows, resumed by consumed_train_samples.
+Megatron's loader ``single`` reads consecutive rows and resumes by consumed_train_samples.
 docs/guides/megatron_deepspeed.md has the limits.
 """
 
@@ -65,10 +65,10 @@ def build_train_valid_test_datasets(
         data_prefix: prefix, manifest, or weight prefix weight prefix ..., split by splits_string.
         train_valid_test_num_samples: rows of each split; None: one epoch.
         train_data_prefix, valid_data_prefix, test_data_prefix: alternatives to data_prefix.
-        data_cache_path: directory of the sample index; None: in the folder of the first source.
-        varlen: add boundaries, positions and loss mask to ``text``.
+        data_cache_path: directory of the sample index; None: in the first source's folder.
+        varlen: add keys for boundaries, positions and loss mask.
         rows_per_block: None: the manifest's, else the global batch size of ``get_args()``.
-        full_validation: validation and test sets are finite, and repeated.
+        full_validation: every evaluation reads the whole validation and test sets.
     """
     del data_impl, skip_warmup
     check_options({"return_doc_ids": (return_doc_ids, None, "a packed row has many documents")})
@@ -122,10 +122,10 @@ def install(*, varlen: bool = True, full_validation: bool = False) -> None:
 
     Args:
         varlen: attention, positions and loss mask per segment (needs ``--use-flash-attn-v2`` and
-            one pipeline stage). Without it, documents of a row see each other and a document's last
-            token predicts the first of the next, as in the stock code.
+            one pipeline stage). Without it, documents of a row attend to each other, and the last
+            token of a document predicts the first of the next, as in the stock code.
         full_validation: an evaluation reads every document of its set once and ignores
-            ``--eval-iters`` (but 0 evaluates nothing); its loss is the mean over all labels.
+            ``--eval-iters`` (unless it is 0: no evaluation); its loss is the mean over all labels.
     """
     if _rebinding:
         return
@@ -145,7 +145,8 @@ def install(*, varlen: bool = True, full_validation: bool = False) -> None:
 
     _rebinding.replace(gpt_dataset, "build_train_valid_test_datasets", build)
     if varlen:
-        # Importing any module of the host imports its model, which has bound flash-attn's function.
+        # Importing any module of the host imports its model, which binds flash-attn's function, so
+        # replace it there, too.
         segments.hand_over_boundaries(
             _rebinding, "megatron.core.tensor_parallel", "megatron.model.transformer"
         )
@@ -194,7 +195,7 @@ def _evaluate_whole_sets() -> None:
 
 
 def _require_compression() -> None:
-    """Refuse a deepspeed without the module that megatron/training.py imports."""
+    """Raise ConfigError if deepspeed lacks the module that megatron/training.py imports."""
     missing = "deepspeed.compression.compress"
     training = importlib.util.find_spec("megatron.training")
     if training is None or training.origin is None:

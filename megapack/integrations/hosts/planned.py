@@ -11,17 +11,17 @@ Six documents of 9, 3, 7, 2, 5 and 6 tokens form one step of two ranks that hold
     steps = PlannedSteps(
         documents, documents_per_step=6, max_tokens_per_rank=10, num_ranks=2, shuffle=False
     )
-    [row["cu_seq_lens_q"].diff().tolist() for row in steps[0]]  # of rank 0
+    [row["cu_seq_lens_q"].diff().tolist() for row in steps[0]]  # rank 0
     # -> [[9], [2, 5]]       rank 1 has [[3, 7], [6]]
-    float(steps[0][0]["loss_weights"][0, 0])  # of each of the step's 26 label tokens
+    float(steps[0][0]["loss_weights"][0, 0])  # weight of each of the step's 26 label tokens
     # -> 0.0384615...
 
-All ranks have the same number of micro batches. The loss of the step is the sum of weight times
-loss over all of them; DistributedDataParallel averages over ranks, so a loop multiplies by their
-number. A plan is a pure function of lengths, so every rank computes it alone; GRPO ranks first
-exchange completions.
+All ranks have the same number of micro batches. The loss of a step is the sum of weight times loss
+over all their tokens. DistributedDataParallel averages gradients over ranks, so a training loop
+multiplies the loss by the number of ranks. A plan is a pure function of lengths, so every rank
+computes it alone; with GRPO, ranks exchange completions first.
 
-Tested with TRL 1.16 and Accelerate 1.15; docs/guides/planned_steps.md.
+Tested with TRL 1.16 and Accelerate 1.15; see docs/guides/planned_steps.md.
 """
 
 from __future__ import annotations
@@ -58,14 +58,15 @@ class PlannedSteps(Dataset[list[dict[str, Any]]]):
     """Steps of whole documents: item i contains the micro batches of one rank in step i.
 
     A step has the next `documents_per_step` documents in the order of the epoch, on any number of
-    ranks. ``len`` is one epoch; higher numbers give the following epochs. An item is a pure
-    function of its number. ConfigError: there are no documents; a document has no tokens, too many
-    for a rank, a wrong number of labels, or a mask of TRL without labels.
+    ranks. ``len`` is the steps of one epoch; items after that belong to later epochs. An item is a
+    pure function of its number. Raises ConfigError if there are no documents, or if one has no
+    tokens, too many for a rank, a wrong number of labels, or a mask of TRL without labels.
 
     Args:
         documents: sequence of mappings with ``input_ids`` and optional ``labels`` (the token itself
-            or -100, as in datasets of TRL), such as a ``datasets.Dataset``. Read once at first.
-        documents_per_step: documents of all ranks; the last step of an epoch may have fewer.
+            or -100, as in datasets of TRL), such as a ``datasets.Dataset``. Read once at start.
+        documents_per_step: documents of all ranks in a step; the last one of an epoch may have
+            fewer.
         max_tokens_per_rank: maximum tokens of a micro batch of one rank.
         loss: meaning of the weights, see ``StepPlan.loss_weights``.
         shuffle: use a different order in every epoch, from `seed`; False: keep the given order.
@@ -110,7 +111,7 @@ class PlannedSteps(Dataset[list[dict[str, Any]]]):
         return math.ceil(len(self.lengths) / self.documents_per_step)
 
     def plan(self, i: int) -> tuple[Integers, StepPlan]:
-        """Return the documents of a step by number, and its plan; the same on all ranks."""
+        """Return the indices of a step's documents, and its plan; the same on all ranks."""
         epoch, step = divmod(i, len(self))
         order = np.arange(len(self.lengths))
         if self.shuffle:
@@ -162,7 +163,7 @@ def _tokens_and_labels(document: Mapping[str, Any]) -> tuple[Integers, Integers]
 
 def accumulate(accelerator: Any, model: Any, micro_batches: Sequence[Item]) -> Iterator[Item]:
     """Yield the micro batches of a step (the same number on all ranks); ranks reduce gradients only
-    in the last backward. (Accelerate's own ``accumulate`` counts to a fixed number.)"""
+    in the last backward. (Accelerate's own ``accumulate`` needs a fixed number.)"""
     for number, inputs in enumerate(micro_batches, start=1):
         last = number == len(micro_batches)
         accelerator.gradient_state._set_sync_gradients(last)  # DeepSpeed's engine reads it
@@ -174,14 +175,14 @@ def accumulate(accelerator: Any, model: Any, micro_batches: Sequence[Item]) -> I
 
 
 class PlannedSFTMixin:
-    """Mixin for ``class Mine(PlannedSFTMixin, SFTTrainer)``: plans assign a step's documents.
+    """Mixin for ``class Mine(PlannedSFTMixin, SFTTrainer)``: assigns documents by plan.
 
     SFTTrainer prepares its datasets as usual (templates, truncation, completion only). Trainer then
-    takes one item per optimizer step, and this class runs its micro batches, so their number may
-    differ between steps. Evaluation is unchanged.
+    reads one item per optimizer step, and this class runs the item's micro batches, so their number
+    may differ between steps. Evaluation is unchanged.
 
-    Raises ConfigError if an option would pack, count or weight a second time, or the model does not
-    keep the documents of a row apart (``check_model``).
+    Raises ConfigError if an option would pack documents, count micro batches or weight losses a
+    second time, or if the model does not keep the documents of a row apart (``check_model``).
 
     Args:
         documents_per_step, max_tokens_per_rank, loss: see ``PlannedSteps``.
@@ -238,7 +239,7 @@ class PlannedSFTMixin:
         self, model: Any, inputs: list[dict[str, Any]], num_items_in_batch: Any = None
     ) -> Any:
         """Run all micro batches of a step; return this rank's part of the loss."""
-        del num_items_in_batch  # loss_weights include it
+        del num_items_in_batch  # loss_weights are divided by it already
         total = torch.zeros((), device=self.accelerator.device)
         for micro_batch in accumulate(self.accelerator, model, inputs):
             total += super().training_step(model, micro_batch)  # type: ignore[misc]
@@ -301,7 +302,7 @@ _WHOLE = "it needs all completions of a step in one micro batch (docs/guides/pla
 def _check_trainer(
     trainer: Any, max_tokens: int, options: Mapping[str, tuple[Any, Any, str]]
 ) -> None:
-    """Refuse options that planned steps do not support, and models that they cannot train."""
+    """Raise ConfigError for options and models that planned steps do not support."""
     steps = trainer.args.gradient_accumulation_steps
     experts = getattr(trainer, "aux_loss_enabled", False)
     check_options({
@@ -316,8 +317,8 @@ def _check_trainer(
 
 # ---- TRL's GRPOTrainer
 
-# Share of a micro batch in the loss of the step, by what TRL divides its loss by: the completions
-# or tokens of the micro batch, or already the tokens of the step.
+# Divisor of a micro batch's loss in TRL: the completions or tokens of the micro batch, or already
+# the tokens of the step. It decides the share of the micro batch in the loss of the step.
 GRPO_DENOMINATORS = {
     **dict.fromkeys(("grpo", "dr_grpo", "sapo", "luspo"), "completions"),
     **dict.fromkeys(("bnpo",), "tokens"),
@@ -326,15 +327,15 @@ GRPO_DENOMINATORS = {
 
 
 class PlannedGRPOMixin:
-    """Mixin for ``class Mine(PlannedGRPOMixin, GRPOTrainer)``: assigns completions under a cap.
+    """Mixin for ``class Mine(PlannedGRPOMixin, GRPOTrainer)``: assigns completions to ranks.
 
     ``per_device_train_batch_size`` is the number of completions that a rank generates for an
-    optimizer step. Ranks exchange them (ids, masks, advantages); a plan decides which rank forwards
-    which, and how many at once, without padding. Losses, masks and clipping are GRPOTrainer's;
-    metrics are means over micro batches.
+    optimizer step. Ranks exchange them (ids, masks, advantages). A plan assigns them to ranks and
+    to micro batches under a cap on tokens, without padding. Losses, masks and clipping stay those
+    of GRPOTrainer; metrics are means over micro batches.
 
-    Raises ConfigError for options that need a whole micro batch (entropy bonus and quantile,
-    experts), images, and models that do not keep the documents of a row apart.
+    Raises ConfigError for options that need all completions of a step at once (entropy bonus and
+    quantile), the balancing loss of experts, images, and models that mix documents of a row.
 
     Args:
         max_tokens_per_rank: maximum tokens (prompts and completions) of a micro batch.
@@ -413,8 +414,7 @@ class PlannedGRPOMixin:
 
     def _assign(self, rows: dict[str, Any]) -> list[dict[str, Any]]:
         """Return this rank's micro batches of the step's completions. GRPOTrainer gathers
-        metrics per completion, so rows of zeros fill micro batches to the same number of rows on
-        all ranks."""
+        metrics per completion, so rows of zeros are appended until all ranks have equally many."""
         gathered = self._gather_ranks(rows)
         masks = gathered["completion_mask"] * gathered.get("tool_mask", 1)
         num_labels = masks.sum(1).cpu().numpy()
@@ -445,7 +445,7 @@ class PlannedGRPOMixin:
         return micro_batches
 
     def _gather_ranks(self, rows: dict[str, Any]) -> dict[str, Tensor]:
-        """Gather the tensors that have a row per completion from all ranks, in order."""
+        """Gather the tensors that have a row per completion from all ranks, in rank order."""
         gathered = {}
         for name, value in rows.items():
             if isinstance(value, Tensor) and value.ndim > 0:
@@ -468,8 +468,8 @@ class PlannedGRPOMixin:
         **images: Any,
     ) -> tuple[Tensor, Tensor | None, None]:
         """Return ``(completions, logits_to_keep)`` log-probabilities and entropies, from rows
-        without padding. With gradients all completions are one micro batch; without (reference or
-        old policy) they are split under the cap, into the same number on all ranks."""
+        without padding. With gradients, all completions are one micro batch. Without (reference or
+        old policy), they are split under the cap, into as many forwards on all ranks."""
         del batch_size, compute_aux_loss
         if any(value is not None for value in images.values()):
             raise ConfigError("planned steps do not support images; use GRPOTrainer itself")
@@ -495,7 +495,7 @@ class PlannedGRPOMixin:
 def _score(model: Any, ids: Tensor, attention_mask: Tensor, keep: int) -> tuple[Tensor, Tensor]:
     """Return log-probability and entropy of the last `keep` tokens of padded rows, packed."""
     mask = attention_mask.bool()
-    if not mask.any():  # only rows of zeros: forward one token, as every rank must forward
+    if not mask.any():  # only rows of zeros: forward one token, because every rank must forward
         mask = mask.index_fill(1, torch.zeros(1, dtype=torch.int64, device=mask.device), True)
     lengths = mask.sum(1)
     bounds = F.pad(lengths[lengths > 0].cumsum(0), (1, 0)).to(torch.int32)

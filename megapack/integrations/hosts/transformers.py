@@ -56,8 +56,8 @@ __all__ += ["sft_trainer"]
 
 logger = logging.getLogger("megapack")
 
-PROBED_LOGITS = 256  # per token: enough to see whether they change
-LOOKED_AT = 32  # first steps, among which the probe takes the one with the shortest documents
+PROBED_LOGITS = 256  # logits per token that the probe compares
+LOOKED_AT = 32  # the probe uses the one of these first steps with the shortest documents
 
 # ---- Check of a transformers model before training
 
@@ -70,18 +70,18 @@ def check_model(
     dtype: torch.dtype | None = None,
     longest: int | None = None,
 ) -> None:
-    """Refuse a model that packed rows would train wrongly, or that lacks ids of the documents.
+    """Raise ConfigError if packed rows would train the model wrongly, or if it lacks token ids.
 
-    Checks a tiny model of its architecture with its attention (``check_architecture``). Takes a
-    second and does not touch the random state. Every rank may call it. ConfigError names the
-    architecture, the layer and the difference, or the ids; it also comes for attention windows if
+    Checks a tiny model with the same architecture and attention (``check_architecture``), which
+    takes a second and does not change the random state. Any rank may call it. The error names the
+    architecture, the layer and the difference, or the ids. Attention windows are an error, too, if
     the model's attention builds its mask from positions.
 
     Args:
-        model: model of transformers, plain or adapted by PEFT; others only get a warning.
+        model: model of transformers, plain or adapted by PEFT; for others it only warns.
         device, dtype: device and dtype of the run; None: those of the model.
         longest: largest number of positions of a document or of padding (``check_architecture``);
-            None: that of the dataset, or unknown.
+            None: that of the dataset, unknown without one.
     """
     bare = bare_model(getattr(model, "_orig_mod", model))
     if not isinstance(bare, transformers.PreTrainedModel):
@@ -129,7 +129,7 @@ def check_model(
 
 @contextmanager
 def _without_zero3() -> Iterator[None]:
-    """Build complete models: under ZeRO 3 transformers splits every new model over the ranks."""
+    """Switch off ZeRO 3, under which transformers splits every new model over the ranks."""
     configuration = getattr(deepspeed, "_hf_deepspeed_config_weak_ref", lambda: None)
     run = configuration() if configuration is not None else None
     deepspeed.unset_hf_deepspeed_config()
@@ -141,7 +141,7 @@ def _without_zero3() -> Iterator[None]:
 
 
 def parallel_sizes(trainer: Any, reason: str) -> dict[str, tuple[Any, Any, str]]:
-    """Return the requirement that tensor, context and sequence parallel size are 1."""
+    """Return options for ``check_options``: tensor, context and sequence parallel size are 1."""
     kinds = {"tensor": "tp", "context": "cp", "sequence": "sp"}
     return {
         f"the {kind} parallel size": (getattr(trainer, f"get_{short}_size", lambda: 1)(), 1, reason)
@@ -167,10 +167,10 @@ _NO_EFFECT = (
 
 
 class ScheduleOfRun(transformers.TrainerCallback, ExportableState):  # type: ignore[misc]  # no stubs
-    """Save in checkpoints (trainer_state.json) what determines a run, and compare it at a resume.
+    """Save the settings and data of a run in trainer_state.json, and compare them at a resume.
 
-    Compares the samples of earlier steps, the configuration of the model with its attention and
-    dtype, the tokenizer, the bytes of the data, and the training arguments (ResumeError).
+    Raises ResumeError if the samples of earlier steps, the configuration of the model with its
+    attention and dtype, the tokenizer, the bytes of the data, or the training arguments differ.
     """
 
     schedule: Schedule | None = None
@@ -240,16 +240,15 @@ class PackedTrainerMixin:
     """Mixin for ``Trainer`` and its subclasses: trains on ``MicroBatches``.
 
     Every rank has its own loader. A resume skips the micro batches of earlier steps without
-    gathering them, and may use another number of ranks: then change ``gradient_accumulation_steps``
-    accordingly, and steps keep their samples. It raises ResumeError if the corpus or the schedule
-    gives other samples for earlier steps, or if model, tokenizer, data content or a training
-    argument changed.
+    gathering them. It may use a different number of ranks: change ``gradient_accumulation_steps``
+    accordingly, and steps keep their samples. It raises ResumeError if the samples of earlier steps
+    changed (corpus or schedule), or model, tokenizer, data content or a training argument.
 
     Attributes:
         probe: before training, check the model on two early micro batches (seven forwards, see
-            ``megapack.attention.probe``; the log has their duration), and once that its loss uses
-            the labels.
-        allow_change: keys that may differ at a resume, as the error names them.
+            ``megapack.attention.probe``; the log has their duration), and then once that the loss
+            uses the labels.
+        allow_change: keys that may differ at a resume; the error names them.
     """
 
     probe: bool = True
@@ -268,7 +267,7 @@ class PackedTrainerMixin:
         check_model(self.model, dataset, device=self.args.device, dtype=half, longest=longest)
 
     def get_train_dataloader(self) -> Any:
-        """Return a loader of this rank's micro batches. ConfigError: max_steps is not set,
+        """Return a loader of this rank's micro batches. Raises ConfigError if max_steps is not set,
         gradient_accumulation_steps does not fit, or the micro batches would ignore an option."""
         if not isinstance(self.train_dataset, MicroBatches):
             return super().get_train_dataloader()  # type: ignore[misc]
@@ -361,9 +360,9 @@ class PackedTrainerMixin:
     def _check_loss(self, model: Any, batch: Batch) -> None:
         """Raise ConfigError if the loss of a micro batch does not use the labels of the batch.
 
-        Replaces all logits by 0. Then the gradient by the logits of a token is negative at the
-        label that the loss uses, and 0 if it uses none. (With the model's own logits, the gradient
-        of a sure token vanishes.) A loss fused with the head has no logits: it is not checked.
+        Replaces all logits by 0. Then the gradient of the loss at the logits of a token is negative
+        only for the label that the loss uses, and 0 if it uses none. (With the model's own logits,
+        it vanishes where the model is certain.) A loss fused with the head is not checked.
         """
         zeros: list[torch.Tensor] = []
 
@@ -373,7 +372,7 @@ class PackedTrainerMixin:
             return zeros[-1]
 
         inputs = self._inputs(batch)
-        metrics = copy.deepcopy(getattr(self, "_metrics", None))  # of TRL's log
+        metrics = copy.deepcopy(getattr(self, "_metrics", None))  # TRL's log; restored below
         head = self.model.get_output_embeddings()
         hook = None if head is None else head.register_forward_hook(replace)
         try:
@@ -405,7 +404,7 @@ class PackedTrainerMixin:
             )
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Return a loader with every sample of ``MicroBatches`` once, Trainer's for other data."""
+        """Return a loader of every sample of ``MicroBatches``; for other data, Trainer's loader."""
         chosen = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(chosen, str):
             chosen = self.eval_dataset[chosen]
@@ -487,10 +486,10 @@ class PackedTrainerMixin:
         return torch.div(labels, num_items_in_batch)
 
     def _micro_batch_divisor(self, inputs: dict[str, Any]) -> Tensor | None:
-        """Return the divisor of ``compute_loss_func``, if any, for the mean of a micro batch."""
+        """Return the divisor with which ``compute_loss_func``, if any, returns a mean."""
         if self.compute_loss_func is None:  # type: ignore[attr-defined]
             return None
-        # With average_tokens_across_devices Trainer multiplies the loss by the ranks.
+        # With average_tokens_across_devices Trainer multiplies losses by the world size.
         ranks = self.args.world_size if self.args.average_tokens_across_devices else 1
         return torch.mul((inputs["labels"][:, 1:] >= 0).sum().clamp(min=1), ranks)
 
@@ -576,7 +575,7 @@ class PackedTrainer(PackedTrainerMixin, transformers.Trainer):  # type: ignore[m
 
 def sft_trainer(*, train_dataset: MicroBatches, args: Any, **options: Any) -> Any:
     """Return TRL's SFTTrainer on packed micro batches; ``args`` is an SFTConfig, ``options`` are
-    further arguments of SFTTrainer. Raises ConfigError if ``args`` would pack again, or set a mask
+    further arguments of SFTTrainer. Raises ConfigError if ``args`` would pack again, or use a mask
     that rows lack."""
     import datasets  # type: ignore[import-untyped] # noqa: PLC0415
     from trl import SFTTrainer  # noqa: PLC0415

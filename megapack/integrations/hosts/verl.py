@@ -13,8 +13,8 @@
 - ``probe_worker``: checks that the worker's engine and loss keep the documents of a row apart.
 - ``install``: replaces verl's batch balancing.
 
-Their callers (``prepare_dynamic_batch``, the trainers, the workers' engines) stay verl's.
-Tested with verl 0.9.1; docs/guides/planned_steps.md, docs/guides/finetuning.md.
+verl's callers of these functions (``prepare_dynamic_batch``, trainers, engines) are unchanged.
+Tested with verl 0.9.1; see docs/guides/planned_steps.md and docs/guides/finetuning.md.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ logger = logging.getLogger("megapack")
 # ---- Batch balancing
 
 LINEAR_COST_TOKENS = 24_576  # verl's workload of n tokens is 24,576 n + n^2 (a 7B model)
-_PROBED_STEPS = 4  # the probe takes the row with most documents among these steps
+_PROBED_STEPS = 4  # the probe uses the row with the most documents among these first steps
 
 _rebinding = Rebinding("verl")
 
@@ -55,9 +55,9 @@ _rebinding = Rebinding("verl")
 def get_seqlen_balanced_partitions(
     seqlen_list: Sequence[Any] | Tensor, k_partitions: int, equal_size: bool
 ) -> list[list[int]]:
-    """Return sample numbers in parts of equal cost (`seqlen_list` holds costs, any unit):
-    `k_partitions` ascending lists, none empty; of equal length with `equal_size`. Raises ValueError
-    for fewer samples than parts, or with `equal_size` a number that does not divide."""
+    """Split samples into `k_partitions` parts of nearly equal cost (`seqlen_list`, any unit).
+    Return their sample numbers: ascending lists, none empty, of equal length with `equal_size`.
+    Raises ValueError if there are fewer samples than parts, or if equal parts are impossible."""
     costs = np.array([float(cost) for cost in seqlen_list])
     if len(costs) < k_partitions or (equal_size and len(costs) % k_partitions):
         raise ValueError(
@@ -93,12 +93,12 @@ def rearrange_micro_batches(
 
     Args:
         batch: TensorDict with ``input_ids``, nested or with ``attention_mask`` (samples, tokens).
-        dp_group, same_micro_num_in_dp: give all ranks of the group the same number.
+        dp_group, same_micro_num_in_dp: make the number the same on all ranks of the group.
         num_batches_divided_by: make the number a multiple of this (virtual pipelines).
-        min_num_micro_batch: minimum number.
-        use_dynamic_bsz_balance: put the micro batches with least work first and last, which
+        min_num_micro_batch: minimum number of micro batches.
+        use_dynamic_bsz_balance: put the micro batches with the least work first and last, which
             shortens the bubbles of a pipeline; else keep the planned order.
-        force_group_size: keep so many consecutive samples together.
+        force_group_size: keep each group of this many consecutive samples together.
     """
     ids = batch["input_ids"]
     sample_lengths = ids.offsets().diff() if ids.is_nested else batch["attention_mask"].sum(dim=1)
@@ -121,7 +121,7 @@ def rearrange_micro_batches(
     exchange = same_micro_num_in_dp and dp_group is not None and dist.is_initialized()
     count, plan = min_num_micro_batch or 1, make_plan(multiple)
     while True:
-        # If one rank must raise, all raise, before any waits for it.
+        # If one rank must raise, all must: otherwise the others would wait for it.
         states = [(plan.num_micro_batches, int(groups[-1]) + 1, longest)]
         if exchange:
             states *= dist.get_world_size(dp_group)
@@ -154,9 +154,9 @@ class SFTRows(Dataset[dict[str, Tensor]]):
 
     A row has ``data.max_length`` tokens: whole samples of one bucket. A step has
     ``data.train_batch_size`` rows of one bucket. The trainer shuffles rows with torch's
-    DistributedSampler (seed 0 and the epoch); this class undoes it, so that steps are those of the
-    schedule on any number of ranks. A second epoch would have another shuffle, so one epoch must be
-    the whole run.
+    DistributedSampler (seed 0 and the epoch); this class inverts the shuffle, so that steps are
+    those of the schedule on any number of ranks. A second epoch would be shuffled differently, so
+    one epoch must be the whole run.
 
     Raises ConfigError if options of ``data`` would pad or cut rows, or if the tokenizer lacks ids.
 
@@ -219,7 +219,7 @@ class SFTRows(Dataset[dict[str, Tensor]]):
 
     def __getitems__(self, numbers: Sequence[int]) -> list[dict[str, Tensor]]:
         """Return the rows of one rank in one step: input_ids, position_ids (0 where a document
-        begins) int64 and loss_mask float32 (of targets), all ``(max_length,)``; verl's collator
+        begins) int64 and loss_mask float32 (by target), all ``(max_length,)``; verl's collator
         makes nested tensors of them. Raises ConfigError for rows of another step."""
         places = self._places[list(numbers)].tolist()
         rows_per_step = self.rows.options.rows_per_block
@@ -248,14 +248,14 @@ def _unstack(batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
 
 
 def probe_worker(worker: Any, rows: SFTRows, settings: Mapping[str, Any]) -> float:
-    """Refuse a worker of verl that trains packed rows wrongly; return seconds.
+    """Raise ConfigError if a worker of verl trains packed rows wrongly: documents of a row depend
+    on each other, or losses count for the wrong tokens. Return the seconds taken.
 
     The probe compares the contributions of single log-probabilities to the worker's own loss.
-    ConfigError: documents of a row see each other, or losses count for the wrong tokens.
 
     Args:
         worker: verl's TrainingWorker, with an initialized engine and a loss function.
-        rows: the training rows; the probe takes the row with most documents in the first steps.
+        rows: the training rows; the probe uses the one of the first steps with most documents.
         settings: settings in the trainer's batches (``use_remove_padding``, ...).
     """
     tu = importlib.import_module("verl.utils.tensordict_utils")
@@ -288,7 +288,7 @@ def probe_worker(worker: Any, rows: SFTRows, settings: Mapping[str, Any]) -> flo
 
         with worker.engine.eval_mode():
             worker.engine.infer_batch(data, loss_function=loss_function)
-        # verl divides by the number of label tokens, which changes with the tokens.
+        # verl divides the loss by the number of label tokens, which changes with the tokens.
         num_labels: Tensor = tensors["loss_mask"].values().sum()
         return torch.cat(contributions) * num_labels
 
@@ -332,7 +332,7 @@ def install() -> None:
 
     Ray starts further processes: set ``VERL_USE_EXTERNAL_MODULES=megapack.integrations.hosts.verl``
     in their environment, and verl imports this module, which then installs itself. Raises
-    ConfigError if this release of verl has other names.
+    ConfigError if this release of verl lacks one of the functions.
     """
     if _rebinding:
         return

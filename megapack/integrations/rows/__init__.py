@@ -1,1 +1,1 @@
-"""Rows of constant shape and micro batches, made from a manifest; how a host resumes them."""
+"""Rows of constant length and micro batches of a manifest, which a host can resume."""

@@ -2,17 +2,17 @@
 
 A row of R tokens holds ``R // capacity`` samples of one bucket. A block of rows is one step of the
 ``Schedule``: its rows share a bucket, and its samples are assigned so that every row has nearly the
-same attention work. So a host that takes consecutive rows, any number at a time that divides the
-block, has one bucket on all ranks at every micro step. A row is a pure function of (documents,
-options, seed, position): a host resumes from its count of consumed samples, on any number of ranks.
+same attention work. If the ranks of a host read consecutive rows, and the rows of a micro step
+divide the block, all ranks have the same bucket at every micro step. A row is a pure function of
+(documents, options, seed, position), so a host resumes from its count of consumed samples, on any
+number of ranks.
 
 A finite set (evaluation) has every sample once: with 5 samples of a bucket, in blocks of 2 rows of
 2, the first block has 4 samples, the second a row with one and an empty row. Missing samples are
-padding without labels, so batches and ranks divide evenly, and sums of losses and labels stay
-exact.
+padding without labels, so all batches are full, and sums of losses and labels stay exact.
 
-Stages of a manifest count blocks. A stage added at a resume changes no earlier row. (The host saves
-a count, not the program, so nothing detects an edit of earlier stages.)
+The steps of a manifest's stages are blocks. A stage added at a resume changes no earlier row. (The
+host saves a count, not the program, so nothing detects an edit of earlier stages.)
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ from megapack.data.sampler import equal_groups, refuse_token_weights
 from megapack.data.schedule import Step
 from megapack.errors import ConfigError
 
-# ---- Micro batches through the host's DataLoader Hosts build loaders with default_collate and
-# worker processes: default_collate stacks rows key by key, and every tensor crosses to the training
-# process in its own shared memory, which takes several times as long as gathering. So the rows of a
-# micro batch are views of stacked tensors, collating returns those tensors, and a worker sends only
-# row numbers. The worker has read the rows into memory; the training process (its pin_memory thread
-# if any) gathers them again, without GIL.
+# ---- Micro batches through the host's DataLoader
+# Hosts build loaders with default_collate and worker processes: default_collate stacks rows key by
+# key, and every tensor is sent to the training process in its own shared memory, which takes
+# several times as long as gathering. So the rows of a micro batch are views of stacked tensors,
+# collating returns those tensors, and a worker sends only row numbers. The worker's read has loaded
+# the files into memory; the training process (its pin_memory thread if any) gathers the rows again,
+# without the GIL.
 
 
 class GatheredRows(abc.ABC):
@@ -54,7 +55,7 @@ class GatheredRows(abc.ABC):
 
     @abc.abstractmethod
     def micro_batch(self, numbers: Sequence[int]) -> dict[str, Tensor]:
-        """Return these rows, ``(rows, ...)`` under every key."""
+        """Return these rows stacked: ``(rows, ...)`` under every key."""
 
     def _register(self) -> None:
         # The training process looks the dataset up by this key when a worker sends row numbers.
@@ -88,7 +89,7 @@ class GatheredRow(Mapping[str, Tensor]):
 
 
 class _Gathered:
-    """A micro batch; pickled as row numbers, and gathered again by the process that unpickles."""
+    """A micro batch; pickled as row numbers; the process that unpickles it gathers it again."""
 
     def __init__(self, key: str, numbers: Sequence[int], batch: dict[str, Tensor]) -> None:
         self.key, self.numbers, self.batch = key, numbers, batch
@@ -108,7 +109,7 @@ _datasets: weakref.WeakValueDictionary[str, GatheredRows] = weakref.WeakValueDic
 
 
 def _collate(rows: Sequence[GatheredRow], **_: Any) -> Any:
-    """Collate rows: return their micro batch if they are all of it, else stack them."""
+    """Collate rows: return their micro batch if they are all its rows, else stack them."""
     whole = rows[0].micro_batch
     same = all(row.micro_batch is whole for row in rows)
     if not same or [row.i for row in rows] != list(range(len(whole.numbers))):
@@ -121,7 +122,7 @@ default_collate_fn_map[GatheredRow] = _collate
 
 ROW_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 BLOCKS_IN_MEMORY = 4
-PREFETCHED_BATCHES = 2  # of rows in object stores
+PREFETCHED_BATCHES = 2  # micro batches; only for object stores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,8 +131,8 @@ class RowOptions:
 
     sequence_length: int  # tokens of a row
     rows_per_block: int
-    """Consecutive rows of one bucket: a multiple of all micro batch sizes x data-parallel sizes in
-    use; usually the global batch size."""
+    """Consecutive rows of one bucket: a multiple of micro batch size x data-parallel size, for all
+    sizes in use; usually the global batch size."""
     seed: int
     align: int = 1  # segments start at multiples of this number of tokens (see ``Manifest.align``)
     cu_seqlens: Literal["exact", "padded"] = "padded"
@@ -152,12 +153,12 @@ class Block(NamedTuple):
 
 
 class RowDataset(GatheredRows, Dataset[dict[str, Tensor]]):
-    """Rows of constant length in schedule order. ConfigError for loss weights per token.
+    """Rows of constant length in schedule order. Raises ConfigError for token weights.
 
     Args:
         order: order of buckets, a name of ``megapack.data.ORDERS``.
         num_rows: number of rows; None: one epoch, rounded up to a whole block.
-        finite: every sample once, for any weights of sources; further rows are empty.
+        finite: every sample once, whatever the source weights; further rows are empty.
     """
 
     def __init__(
@@ -203,7 +204,7 @@ class RowDataset(GatheredRows, Dataset[dict[str, Tensor]]):
         return self.num_rows
 
     def bucket_of(self, i: int) -> int:
-        """Return the bucket number of row ``i``, by ascending capacity."""
+        """Return the bucket of row ``i``; buckets are numbered by ascending capacity."""
         return self._block(self._check(i) // self.options.rows_per_block).step.bucket
 
     def samples_of(self, i: int) -> NDArray[np.int64]:
@@ -244,7 +245,7 @@ class RowDataset(GatheredRows, Dataset[dict[str, Tensor]]):
 
     def _prefetch(self, numbers: list[int]) -> None:
         """Fetch the rows of the next micro batches from the object store in the background."""
-        # Hosts take rows at equal distances.
+        # The next micro batches of a rank are at equal distances.
         distance, self._last_first_row = numbers[0] - self._last_first_row, numbers[0]
         for times in range(PREFETCHED_BATCHES + 1):
             rows = [i + times * distance for i in numbers]
@@ -307,7 +308,7 @@ class RowDataset(GatheredRows, Dataset[dict[str, Tensor]]):
         else:
             costs = self.packed.samples.attention_cost(step.sample_ids, step.capacity, step.view)
             places = equal_groups(costs, num_samples // size)
-        # Do not read it back from the dict: a pin_memory thread may drop it at any time.
+        # Do not read the block back from the dict: a pin_memory thread may evict it at any time.
         block = self._blocks[number] = Block(step, places)
         while len(self._blocks) > BLOCKS_IN_MEMORY:
             self._blocks.popitem(last=False)

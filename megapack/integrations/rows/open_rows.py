@@ -8,8 +8,8 @@ megapack makes of a weighted list of prefixes):
                  {"prefix": "code_text_document", "weight": 0.3}],
      "strategy": "bucket", "buckets": [1024, 2048, 4096, 8192], "cache_directory": "/scratch/idx"}
 
-A source with an index is not packed again (``megapack.data.blend``). Stages count blocks of
-``rows_per_block`` rows, which are the host's steps if a block is its global batch.
+A source with an index is not packed again (``megapack.data.blend``). The steps of stages are blocks
+of ``rows_per_block`` rows, which are the host's steps if a block is its global batch.
 
 - ``Manifest``, ``is_manifest``, ``default_buckets``: the manifest.
 - ``Recipe``, ``cached_index``: the packed samples of a source, built once and found by content.
@@ -155,10 +155,10 @@ def default_buckets(sequence_length: int, align: int = 1) -> tuple[int, ...]:
 # ---- The sample index of a source: built once, found by content
 # The name of a cached file contains a digest of everything that decides its content: the layout of
 # the documents (not their path or date), the range of documents, strategy, parameters, capacities,
-# seed and alignment. A changed dataset or option gives another file, so no stale file is opened.
+# seed and alignment. A changed dataset or option changes the name, so no stale file is opened.
 
-VERSION = 2  # part of every digest: raise it when a recipe gives other samples
-BUILD_TIMEOUT = 3600.0  # seconds that ranks wait for the one that builds
+VERSION = 2  # part of every digest: increment it when the same recipe yields different samples
+BUILD_TIMEOUT = 3600.0  # seconds that ranks wait for the rank that builds
 MAX_THREADS = 8
 
 
@@ -190,9 +190,9 @@ def cached_index(
 ) -> SampleIndex:
     """Return the index of a recipe, memory-mapped from ``directory``; build it if it is missing.
 
-    Global rank 0 builds, and all other ranks wait at most an hour for the file (ConfigError). With
-    ``node_local`` (each node has its own copy of the directory) one process per node builds under a
-    lock. A file gets its name only when it is complete.
+    Global rank 0 builds; all other ranks wait for the file and raise ConfigError after an hour.
+    With ``node_local`` (each node has its own copy of the directory), one process per node builds
+    under a lock. A file gets its name only when it is complete.
     """
     name = f"{Path(dataset.prefix).name}-{recipe.strategy}-{recipe.digest(dataset.fingerprint)}"
     path = directory / f"{name}.samples"
@@ -226,7 +226,7 @@ def _locked(directory: Path) -> Iterator[None]:
 def _build_and_save(dataset: IndexedDataset, recipe: Recipe, path: Path) -> None:
     started = time.perf_counter()
     index = build_index(dataset, recipe)
-    # A description, because the index has the lengths of its range only.
+    # Save a description, because the index has only the lengths of its range.
     index.save(path, source=describe_source(dataset, dataset.prefix))
     metrics = index.metrics()
     logger.info(
@@ -259,7 +259,7 @@ def _wait_for(path: Path) -> None:
 
 def build_index(dataset: IndexedDataset, recipe: Recipe) -> SampleIndex:
     """Pack the documents of a recipe; ids and positions refer to the whole dataset. Raises
-    ConfigError if a capacity is not a multiple of ``align``, and the ValueErrors of ``pack``."""
+    ConfigError if a capacity is not a multiple of ``align``; ``pack`` may raise ValueError."""
     unaligned = [capacity for capacity in recipe.buckets if capacity % recipe.align]
     if unaligned:
         raise ConfigError(
@@ -304,7 +304,7 @@ def open_rows(
     finite: bool = False,
     cache_directory: str | Path | None = None,
 ) -> RowDataset:
-    """Pack the sources of a manifest, or find them packed, and arrange them in rows.
+    """Pack the sources of a manifest, or reuse packed ones, and arrange them in rows.
 
     Raises ConfigError for options that exclude each other or a split without documents, and
     MegapackError or OSError for sources that cannot be read or packed.
@@ -358,7 +358,7 @@ def open_rows(
         check_labels(rows.schedule, num_blocks)
     if is_first_rank():
         plan = plan_run(rows.schedule, num_blocks)
-        # No line break in the format string: nanotron's handler cuts messages there, unformatted.
+        # No line break in the format string: nanotron's handler splits it before formatting.
         logger.info("blocks of %d rows:%s", options.rows_per_block, f"\n{plan}")
     return rows
 

@@ -13,7 +13,8 @@ blocks of 12 rows (one step, all of one bucket):
     rank 1       3 4 5    9 10 11                              14 15   20 21
     rank 2                                                     16 17   22 23
 
-The rows of a step depend on neither size, so a checkpoint keeps only the count and the program.
+The rows of a step do not depend on ranks or micro batch size, so a checkpoint has only the count
+and the program.
 
 ``model_inputs`` of documents of 3 and 2 tokens and 3 tokens of padding, in one row of 8:
 
@@ -66,7 +67,7 @@ class RankRows:
     Args:
         rows: rows of all ranks.
         data_parallel_rank, data_parallel_size: place of this rank; ranks that share documents
-            (tensor, context parallelism) have the same one.
+            (tensor, context parallelism) have the same data_parallel_rank.
         micro_batch_rows: rows of a micro batch.
         num_workers: worker processes that prefetch; 0: gather rows when the host needs them.
 
@@ -104,11 +105,11 @@ class RankRows:
 
     @property
     def rows_per_micro_step(self) -> int:
-        """Rows of all ranks together."""
+        """Rows of all ranks in a micro step."""
         return self.micro_batch_rows * self.data_parallel_size
 
     def micro_batch(self, consumed_rows: int) -> dict[str, Tensor]:
-        """Return the micro batch of this rank after so many consumed rows, with megapack's keys."""
+        """Return this rank's micro batch that follows ``consumed_rows``, with megapack's keys."""
         return self.rows.micro_batch(self._row_numbers(consumed_rows))
 
     def _row_numbers(self, consumed_rows: int) -> range:
@@ -140,9 +141,9 @@ class RankRows:
         return {"consumed_rows": self.consumed_rows, "program": program}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the consumed rows; ranks, workers and micro batches may differ. Raises
-        ResumeError if the schedule of these rows differs (``megapack.data.resume``), or if they end
-        inside a micro step of the new sizes."""
+        """Continue after the consumed rows; numbers of ranks and workers and the micro batch size
+        may differ. Raises ResumeError if the schedule of these rows differs
+        (``megapack.data.resume``), or if they end inside a micro step of the new sizes."""
         consumed_rows = int(state["consumed_rows"])
         for change in self.rows.schedule.check_state(json.loads(state["program"])):
             logger.warning("%s", change)
@@ -165,10 +166,10 @@ class RankRows:
         module: nn.Module,
         consumed_rows: int | None = None,
     ) -> None:
-        """Refuse a host in which documents of a micro batch see each other, or that shifts masks or
-        changes the micro batch (ConfigError).
+        """Raise ConfigError if documents of a micro batch depend on each other in a host, or if the
+        host shifts masks or changes the micro batch.
 
-        The probe takes a micro batch of the smallest bucket of the next blocks. Every rank must
+        The probe uses a micro batch of the smallest bucket in the next blocks. Every rank must
         call it. It switches dropout off, and restores the module's mode and buffers.
 
         Args:
@@ -199,14 +200,14 @@ class RankRows:
         logger.info("documents of a micro batch are kept apart: probed in %.1f s", seconds)
 
     def _block_of_short_documents(self, consumed_rows: int) -> int:
-        # The first step has the longest documents, often one per row: no boundary to check.
+        # The first step has the longest documents, often one per row, so no boundary to check.
         block = self.rows.options.rows_per_block
         begins = range(consumed_rows // block * block, len(self.rows) - block + 1, block)
         return min(begins[:PROBED_BLOCKS], key=self.rows.bucket_of)
 
 
 def seen_losses(losses: Tensor, counts: Tensor) -> Tensor:
-    """Return losses for the probe, in which a loss that counts is never 0."""
+    """Return losses for the probe, which treats 0 as masked: losses that count are above 0."""
     return torch.where(counts, losses.clamp(min=1e-30), losses)
 
 
@@ -242,7 +243,7 @@ def model_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 class MicroBatches(Dataset[dict[str, Any]]):
     """Micro batches of one rank in order: item i is the input of the i-th forward. Raises
-    ConfigError for sizes that do not fit.
+    ConfigError if sizes do not fit.
 
     Args:
         schedule: schedule of the dataset, the same on all ranks.
@@ -253,12 +254,12 @@ class MicroBatches(Dataset[dict[str, Any]]):
 
     Attributes:
         with_token_mask: add ``token_mask``, bool (tokens,), False for padding, for the
-            load-balancing loss of a mixture of experts. ``PackedTrainer`` sets all three.
+            load-balancing loss of a mixture of experts. ``PackedTrainer`` sets all attributes.
         with_loss_weights: add ``loss_weights``, float32 (1, tokens), in steps that have them: the
-            loss of the step is the sum of losses times weights over all items and ranks. False:
-            ConfigError.
-        for_own_shift: drop the label of a row's last token (of a document cut there), for losses
-            that shift ``labels`` and so cannot see it.
+            loss of the step is the sum of losses times weights over all items and ranks. If False,
+            such steps raise ConfigError.
+        for_own_shift: drop the label of a row's last token (where a document is cut), for losses
+            that shift ``labels`` themselves and so never use it.
     """
 
     # TRL reads the columns of datasets.
@@ -301,8 +302,8 @@ class MicroBatches(Dataset[dict[str, Any]]):
         *,
         evaluated: bool = False,
     ) -> MicroBatches:
-        """Return the run of another rank; ``evaluated``: every sample once, the last micro batches
-        may be empty."""
+        """Return the micro batches of a rank. With ``evaluated``, every sample occurs once, and the
+        last micro batches may be empty."""
         schedule, options = self.schedule, self._options
         if evaluated:
             schedule = Schedule(self.dataset, schedule.config, finite=True)
@@ -319,7 +320,7 @@ class MicroBatches(Dataset[dict[str, Any]]):
 
     @cached_property
     def mean_labels(self) -> float:
-        """Mean number of labels per micro batch, over all ranks. ConfigError without labels."""
+        """Mean number of labels per micro batch of all ranks. Raises ConfigError if it is 0."""
         steps = range(self.sampler.num_steps)
         labels = sum(self.schedule.step(i).num_label_tokens for i in steps)
         if not labels:
@@ -363,8 +364,8 @@ class MicroBatches(Dataset[dict[str, Any]]):
         return inputs
 
     def batch(self, i: int) -> Batch:
-        """Return micro batch i as ``PackedDataset.micro_batch`` does, but with loss weights, if
-        any, under ``loss_weights``; then loss_mask is 1 for every label."""
+        """Return micro batch i in the format of ``PackedDataset.micro_batch``. Loss weights, if
+        any, are in ``loss_weights``; then loss_mask is 1 for every label."""
         if not 0 <= i < len(self):
             raise IndexError(f"micro batch {i} of {len(self)}")
         chosen = self._prefetch(i) if self.dataset.remote_reads.any else self._choose(i)
@@ -384,7 +385,7 @@ class MicroBatches(Dataset[dict[str, Any]]):
         return self._step[1][micro_step]
 
     def _prefetch(self, i: int) -> MicroBatch:
-        """Return ``_choose(i)``; prefetch the following ones for a caller that reads in order."""
+        """Return ``_choose(i)``; prefetch the next ones for callers that read in order."""
         expected, micro_batches = self._prefetched
         if i != expected:
             following = map(self._choose, range(i, len(self)))

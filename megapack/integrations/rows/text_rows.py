@@ -6,7 +6,7 @@
 - ``EvaluationLoss``: finite validation and test sets, with a loss that is a mean over all labels.
 - ``split_bounds``, ``manifest_of_list``, ``shared_rows``: parsers of the hosts' arguments.
 
-Both hosts take ``sequence_length + 1`` tokens and shift them to get inputs and labels. Rows have
+Both hosts read ``sequence_length + 1`` tokens and shift them to get inputs and labels. Rows have
 either labels (``label``, -100 = none) or, where the host has no such key, a mask that drops labels
 that differ from the next token of the row (``megapack.integrations.dialects``).
 """
@@ -37,7 +37,7 @@ from megapack.integrations.rows.open_rows import MANIFEST_SUFFIXES, Manifest, op
 # tensor-parallel ranks; ``get_ltor_masks_and_position_ids`` returns that mask and those positions;
 # and flash-attn's functions attend segment by segment.
 #
-# The wraps share the current micro batch in a global variable. So its forward, recomputation and
+# The wrappers share the current micro batch in a global variable. So its forward, recomputation and
 # backward must end before the next is read: ``require_one_stage`` refuses longer pipelines.
 
 SPLITS = ("train", "valid", "test")
@@ -64,15 +64,15 @@ def current() -> CurrentBatch | None:
 
 
 def clear() -> None:
-    """Forget the micro batch: generation, for example, does not run on packed rows."""
+    """Forget the micro batch, for example before generation, which has no packed rows."""
     global _current  # noqa: PLW0603 - the host's functions share no object
     _current = None
 
 
 def wrap_broadcast_data(stock: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``broadcast_data(keys, data, datatype)``: send ``SIDE_KEYS`` along with ``text``. The
-    wrap raises ConfigError if no attention used the previous micro batch's boundaries, or if there
-    is no label."""
+    wrapper raises ConfigError if no attention used the previous micro batch's boundaries, or if a
+    micro batch has no label."""
 
     @functools.wraps(stock)
     def broadcast_data(keys: Sequence[str], data: Any, datatype: torch.dtype) -> Any:
@@ -216,8 +216,8 @@ def require_one_stage(pipeline_parallel_size: int) -> None:
 
 
 class EvaluationLoss:
-    """Loss of the current evaluation. ``counted`` are labels and tokens of its micro batches on
-    this rank, float64 (2,); None outside of an evaluation, or if the host evaluates on its own."""
+    """Loss of the current evaluation. ``counted``: numbers of labels and tokens in its micro
+    batches on this rank, float64 (2,); None outside of an evaluation of finite sets."""
 
     counted: Tensor | None = None
 
@@ -255,8 +255,8 @@ evaluation = EvaluationLoss()
 
 
 def whole_sets(parts: Sequence[TextRowDataset | None]) -> int:
-    """Extend finite sets (validation and test) to the longest one with empty rows; return the steps
-    to evaluate one. Hosts have one number of steps for both."""
+    """Extend finite sets (validation and test) with empty rows to the longest one, because hosts
+    evaluate both for the same number of steps; return that number."""
     datasets = [part.rows for part in parts if part is not None]
     num_rows = max(map(len, datasets), default=0)
     for dataset in datasets:
@@ -265,7 +265,7 @@ def whole_sets(parts: Sequence[TextRowDataset | None]) -> int:
 
 
 def of_first_rank(number: int) -> int:
-    """Return rank 0's number on all ranks: ranks without a loader do not count rows."""
+    """Return rank 0's number on all ranks: ranks without a loader do not know it."""
     numbers = [number]
     if dist.is_initialized():
         dist.broadcast_object_list(numbers, src=0)
@@ -319,8 +319,8 @@ def build_text_rows(
     varlen: bool,
     times: int | None = None,
 ) -> TextRowDataset | None:
-    """Open one split of a data path; None if it is empty. ConfigError: attention windows without
-    varlen.
+    """Return the rows of one split of a data path, None if it is empty. Raises ConfigError for
+    attention windows without varlen.
 
     Args:
         split: fractions of every source's documents.
@@ -384,7 +384,7 @@ def manifest_of_list(data_prefix: str | Sequence[str]) -> Manifest:
 
 
 def shared_rows(global_batch_size: int, rampup: Sequence[Any] | None) -> int:
-    """Return the rows per block: the largest common divisor of all batch sizes of the run.
+    """Return the rows per block: the greatest common divisor of the run's batch sizes.
     ``rampup`` is Megatron's ``--rampup-batch-size``: start, increment, samples; or None."""
     if not rampup:
         return global_batch_size

@@ -3,7 +3,7 @@
 ``python -m megapack.integrations.hosts.megatron pretrain_gpt.py ...`` runs a script on packed rows;
 ``install()`` does the same inside a script. See docs/guides/megatron.md.
 
-Each name imports only its own module, so a release may lack what other parts need.
+A name imports only its own module, so a release may lack names that other modules need.
 """
 
 from __future__ import annotations

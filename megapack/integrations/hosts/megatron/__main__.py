@@ -22,7 +22,7 @@ from megapack.integrations.hosts.megatron.swap import install
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Install, then run the script under ``__main__`` as ``python script.py`` would."""
+    """Call ``install``, then run the script as ``__main__``, like ``python script.py``."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["check"]:
         check = importlib.import_module("megapack.integrations.hosts.megatron.check")

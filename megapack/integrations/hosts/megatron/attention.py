@@ -51,7 +51,7 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]  # megatron-cor
         if is_layer_window_attention(
             config.window_size, getattr(config, "window_attn_skip_freq", None), layer_number
         ):
-            self.window = config.window_size[0] + 1  # Megatron counts only tokens to the left
+            self.window = config.window_size[0] + 1  # Megatron's window excludes the token itself
         self._backend: str | None = None
 
     def forward(
@@ -66,9 +66,9 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]  # megatron-cor
     ) -> Tensor:
         """Compute attention inside segments.
 
-        query, key, value are ``(tokens, heads, dim)`` with ``packed_seq_params``, else ``(row, mbs,
-        heads, dim)``: then every row is one causal segment. The result is ``(tokens, heads *
-        dim)``, else ``(row, mbs, heads * dim)``. Ignores masks.
+        With ``packed_seq_params``, query, key and value are ``(tokens, heads, dim)``, and the
+        result is ``(tokens, heads * dim)``. Without, they are ``(row, mbs, heads, dim)``, every row
+        is one causal segment, and the result is ``(row, mbs, heads * dim)``. Masks are ignored.
         """
         del attention_mask, attn_mask_type
         if attention_bias is not None:
@@ -113,7 +113,7 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]  # megatron-cor
 
 def with_packed_attention(layer_spec: Any) -> Any:
     """Return a copy of a decoder layer spec (a layer's ModuleSpec, or a block's submodules with
-    ``layer_specs``) with ``PackedCoreAttention`` as self attention. Raises ConfigError if a layer
+    ``layer_specs``) with ``PackedCoreAttention`` in self attention. Raises ConfigError if a layer
     has no self attention with a ``core_attention``."""
     result = copy.deepcopy(layer_spec)
     for layer in getattr(result, "layer_specs", None) or [result]:

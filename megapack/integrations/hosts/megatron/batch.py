@@ -1,11 +1,11 @@
 """get_batch and forward_step for megatron-core 0.16 and 0.17, whose own varlen path is broken.
 
-Their errors: cu_seqlens stays ``(1, n)``; tensor-parallel ranks wait for different collectives;
-cu_seqlens_padded never reaches context parallelism; middle pipeline stages get no boundaries. From
-0.18 on Megatron's own get_batch reads the dataset's boundaries.
+The bugs of that path: cu_seqlens stays ``(1, n)``; tensor-parallel ranks enter different
+collectives; cu_seqlens_padded never reaches context parallelism; middle pipeline stages get no
+boundaries. From 0.18 on, Megatron's own get_batch reads the dataset's boundaries.
 
 On every pipeline stage tensor-parallel rank 0 reads its own copy of the data (``install`` arranges
-that) and broadcasts each micro batch once, so boundaries cross no pipeline stage.
+that) and broadcasts each micro batch once, so no stage sends boundaries to the next.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megapack.planning import context_parallel_indices
 # ---- From rows with cu_seqlens to the input of Megatron's attention: PackedSeqParams, one flat row
 # In Megatron's format "thd" the micro batch is one row ``(1, tokens)``, ``cu_seqlens`` is 1-D
 # int32, and attention and RoPE restart at every boundary. Context parallelism cuts each segment
-# into ``2 * cp_size`` chunks and gives a rank an early and a late one, so that causal work is
+# into ``2 * cp_size`` chunks and assigns each rank an early and a late one, so that causal work is
 # equal; therefore segments are padded to a multiple of ``2 * cp_size``.
 
 
@@ -61,14 +61,15 @@ def to_packed_seq_params(
     total_tokens: int | None = None,
 ) -> PackedSeqParams:
     """Return the "thd" parameters of megatron-core for one flat row. RoPE and attention restart at
-    ``cu_seqlens_padded`` if given. Raises ValueError for several rows, or other dtypes.
+    ``cu_seqlens_padded`` if given. Raises ValueError for several rows, or if
+    boundaries are not int32.
 
     Args:
         cu_seqlens: 1-D int32, or ``(1, n)`` as collated; on the device of the attention.
         max_seqlen: length of the longest segment in tokens; a tensor should be on the CPU.
         cu_seqlens_padded: boundaries with alignment padding; None if segments are not aligned.
-        total_tokens: tokens of the row. From 0.17 on Megatron derives from it the ``seq_idx`` with
-            which Mamba layers separate segments; older releases ignore it.
+        total_tokens: tokens of the row. From 0.17 on, Megatron computes ``seq_idx`` from it, by
+            which Mamba layers separate segments; ignored for older releases.
     """
     boundaries = _one_dimensional("cu_seqlens", cu_seqlens)
     padded = None
@@ -117,9 +118,9 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None = None) 
 
     The tensors are ``(1, mbs * row / cp_size)`` on the rank's device, and None on pipeline stages
     that neither embed nor compute the loss. ``data_iterator`` yields collated dataset rows on
-    tensor-parallel rank 0 of every pipeline stage; it may be None on other ranks. ConfigError: rank
-    0 has no data, or a micro batch has several rows with pipeline parallelism, whose buffers are
-    ``(row, mbs)``.
+    tensor-parallel rank 0 of every pipeline stage; it may be None on other ranks. Raises
+    ConfigError if rank 0 has no data, or if a micro batch has several rows with pipeline
+    parallelism, whose buffers are ``(row, mbs)``.
     """
     rows = None
     if parallel_state.get_tensor_model_parallel_rank() == 0:
@@ -182,8 +183,8 @@ def _embeds_or_computes_loss(vp_stage: int | None) -> bool:
 
 
 def loss_func(loss_mask: Tensor | None, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return summed loss, number of label tokens and report, which megatron-core 0.16 averages. Run
-    with ``--calculate-per-token-loss``: otherwise every micro batch is divided by its own label
+    """Return the summed loss, its label tokens, and the report that megatron-core 0.16 averages.
+    Run with ``--calculate-per-token-loss``: otherwise every micro batch is divided by its own label
     tokens, so tokens weigh more in micro batches with few labels."""
     assert loss_mask is not None, "only the last pipeline stage computes a loss"
     mask = loss_mask.flatten().float()
@@ -194,7 +195,7 @@ def loss_func(loss_mask: Tensor | None, output: Tensor) -> tuple[Tensor, Tensor,
 
 
 def forward_step(data_iterator: Iterator[Any] | None, model: Any) -> tuple[Tensor, Any]:
-    """Run a forward step, for scripts without their own; see ``get_batch``."""
+    """Run a forward step with ``get_batch``, for scripts that have no forward step."""
     tokens, labels, loss_mask, mask, position_ids, params = get_batch(
         data_iterator, _virtual_stage(model)
     )

@@ -1,14 +1,14 @@
 """Probe of the real model in Megatron's schedule, once, before the first step of training.
 
     forward_backward_func, first step    Megatron or Megatron-Bridge calls it
-      read     the first micro batch of several documents; all read ones are put back for the run
+      read     the first micro batch of several documents; all that were read are put back
       probe    six forward-only passes of the same schedule and the script's own forward step, in
                evaluation mode: all pipeline stages, no dropout, no gradients
       step     generators, modes, timers and gradients are restored
 
 Segments come from the dataset's cu_seqlens, not from positions. A loss counts if the script's own
-loss function has a gradient for it, so the probe sees the mask that training uses. All ranks must
-call it, and fail together. For other training loops there is ``watch_first_call``.
+loss function has a gradient for it, so the probe checks the mask that training uses. All ranks must
+call the probe, and all fail if one does. Other training loops use ``watch_first_call``.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def probing(get_schedule: Callable[..., Schedule]) -> Callable[..., Schedule]:
 
 def probe_step(schedule: Schedule, step: dict[str, Any]) -> dict[str, Any]:
     """Probe the model of a step; return the arguments for the step itself. Every rank calls it with
-    the arguments of its schedule. ConfigError, on all ranks, if documents see each other on one."""
+    the arguments of its schedule. Raises ConfigError on all ranks if the probe fails on one."""
     model = step["model"] if isinstance(step["model"], list) else [step["model"]]
     config = get_model_config(model[0])
     group = parallel_state.get_model_parallel_group()
@@ -117,8 +117,8 @@ def _num_segments(batch: dict[str, Any]) -> int:
 
 
 def _check_config(config: Any, batch: dict[str, Any]) -> None:
-    """Raise _NotProbedError if documents depend on each other with right boundaries, too, or if the
-    schedule does not call the model again."""
+    """Raise _NotProbedError if the batch has no boundaries, if documents depend on each other even
+    with correct ones, or if the schedule does not call the model again."""
     if _num_segments(batch) == 0:
         raise _NotProbedError("the batches have no boundaries, so the data is not megapack's")
     low = next((name for name in ("fp8", "fp4") if getattr(config, name, None)), None)
@@ -146,7 +146,7 @@ class _PutBack:
     def __next__(self) -> Any:
         return self.items.popleft() if self.items else next(self.following)
 
-    def __getattr__(self, name: str) -> Any:  # save_state() of an external loader
+    def __getattr__(self, name: str) -> Any:  # such as save_state() of an external loader
         return getattr(self.following, name)
 
 
@@ -158,7 +158,8 @@ def _read_ahead(step: dict[str, Any], *, is_reader: bool) -> tuple[dict[str, Any
     iterators = list(data_iterator) if is_list else [data_iterator]
     if iterators[0] is None or not is_reader:
         return {}, step
-    # Megatron may wrap the iterator to replay a step: read below it, or it would record twice.
+    # Megatron may wrap the iterator to replay a step; read the wrapped one, or the wrapper would
+    # record the batches twice.
     replaying = hasattr(iterators[0], "iterable")
     source = iterators[0].iterable if replaying else iterators[0]
     batches: list[dict[str, Any]] = []
@@ -187,7 +188,7 @@ def _broadcast(value: Any, group: dist.ProcessGroup, *, from_first: bool) -> Any
 
 @contextlib.contextmanager
 def _evaluating(model: list[Any], config: Any) -> Iterator[None]:
-    """Set evaluation mode and switch timers off; restore everything at the end."""
+    """Set evaluation mode; switch timers and reruns off; restore everything at the end."""
     modes = [(module, module.training) for chunk in model for module in chunk.modules()]
     rerun, timers = get_rerun_state_machine(), config.timers
     rerun_mode = rerun.get_mode()
@@ -212,7 +213,7 @@ def _losses(
     batch: dict[str, Any],
 ) -> Tensor:
     """Return the loss of every token in a batch, 0 where the script masks it. ``host_batch`` is the
-    batch that the script read; ``batch`` has other tokens, labels, boundaries."""
+    batch that the script read; in ``batch`` tokens, labels or boundaries differ."""
     renamed = {key: batch[name] for key, name in _BRIDGE.items() if key in host_batch}
     host_batch = {key: {**batch, **renamed}[key] for key in host_batch}
     data_iterator = step["data_iterator"]
@@ -257,7 +258,7 @@ def _mark_counted(output: Tensor, loss: Callable[[Tensor], Any]) -> Tensor:
     with torch.enable_grad():
         leaf = output.detach().clone().requires_grad_()
         (weights,) = torch.autograd.grad(loss(leaf)[0], leaf)
-    # A loss that counts must not be 0, even for a token that the model is sure of.
+    # A loss that counts must not be 0, even if the model predicts the token with certainty.
     return torch.where(weights != 0, output.float() + 1e-30, 0.0).flatten().cpu()
 
 
@@ -293,11 +294,11 @@ def _fail_together(problem: ConfigError | None) -> None:
 
 
 def watch_first_call() -> None:
-    """Refuse a training loop that loses boundaries before a language model of megatron-core.
+    """Raise ConfigError if a training loop drops boundaries before megatron-core's language model.
 
-    A dataset calls it when it is built. Positions restart where a segment begins (except after an
-    attention window), so the first training call with a restart must have a boundary there; with
-    context parallelism, boundaries at all. After that call the watch ends.
+    A dataset calls this when it is built. Positions restart where a segment begins (except after an
+    attention window), so the first training call with restarts must have a boundary at each (with
+    context parallelism: must have boundaries). After that call the watch ends.
     """
     home = importlib.import_module("megatron.core.models.common.language_module.language_module")
     base = home.LanguageModule
@@ -315,7 +316,7 @@ def watch_first_call() -> None:
 
 
 def _shows_boundaries(positions: Tensor | None, params: Any, model: Any) -> bool:
-    """Return whether a call shows that boundaries arrive; raise ConfigError if they do not."""
+    """Return True if positions restart at boundaries, False if none restarts; else ConfigError."""
     if positions is None:
         return False
     begins = (positions[:, 1:] == 0).nonzero()

@@ -1,8 +1,8 @@
 """megatron-core's IndexedDataset and IndexedDatasetBuilder, on megapack's storage.
 
 They have the same names, arguments and results, so that megatron-core's own classes work with them.
-But damaged input raises an error here, where megatron-core stays silent: a truncated .bin, lengths
-that do not sum to the tokens, ids that do not fit the dtype.
+But they raise an error for damaged input that megatron-core accepts: a truncated .bin, lengths that
+do not sum to the tokens, ids that do not fit the dtype.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ HOLDERS = tuple(
 class IndexedDataset(storage.IndexedDataset, stock.IndexedDataset):  # type: ignore[misc]  # no stubs
     """A .bin/.idx pair with megatron-core's constructor; see ``megapack.IndexedDataset``.
 
-    Raises FormatError if the .idx is damaged, disagrees with sequences_per_dataset, or .bin is
-    short, and OSError if a file is missing or cannot be read.
+    Raises FormatError if the .idx is damaged or disagrees with sequences_per_dataset, or if the
+    .bin is too short, and OSError if a file is missing or cannot be read.
 
     Args:
-        path_prefix: common name of the files. ``s3://``, ``msc://`` give megatron-core's own
-            reader.
+        path_prefix: path of the files without suffix. For ``s3://`` and ``msc://``, the result is
+            megatron-core's own reader.
         multimodal: the .idx has a mode per sequence; items are then ``(tokens, mode)``.
         mmap, fast_cache_load: ignored; local files are always mapped, and opening reads one header.
-        object_storage_config, s3_config: for object storage.
+        object_storage_config, s3_config: used only for object storage.
         sequences_per_dataset: (sequences, document indices) that the .idx must have.
-        dtype_code: ignored; the header has it (megatron-core guesses it from the vocabulary size,
+        dtype_code: ignored; the header names it (megatron-core guesses it from the vocabulary size,
             wrongly between 65,500 and 65,536).
     """
 
@@ -135,9 +135,9 @@ class _Index:
 
 
 class IndexedDatasetBuilder(storage.IndexedDatasetBuilder, stock.IndexedDatasetBuilder):  # type: ignore[misc]  # no stubs
-    """Writer of a .bin/.idx pair with megatron-core's calls (``megapack.IndexedDatasetBuilder``).
-    The .bin file gets its name when ``finalize(idx_path)`` returns, and replaces an existing file,
-    as in megatron-core. Signed dtypes allow negative ids."""
+    """Writer of a .bin/.idx pair with megatron-core's methods; see
+    ``megapack.IndexedDatasetBuilder``. The .bin file gets its name when ``finalize(idx_path)``
+    returns; as in megatron-core, it replaces an existing file. Signed dtypes allow negative ids."""
 
     def __init__(
         self, bin_path: str, dtype: DTypeLike = np.int32, multimodal: bool = False
@@ -149,17 +149,17 @@ class IndexedDatasetBuilder(storage.IndexedDatasetBuilder, stock.IndexedDatasetB
 
     @property
     def sequence_lengths(self) -> list[int]:
-        """Tokens of every sequence so far, a copy."""
+        """Number of tokens of every sequence so far; a copy."""
         return _as_list(self._log.layout().length_blocks())
 
     @property
     def document_indices(self) -> list[int]:
-        """First sequence of every document, and the end; a copy."""
+        """First sequence of every document, then the end of the last; a copy."""
         return [0, *_as_list(self._log.layout().end_blocks())][: self.num_documents + 1]
 
     @property
     def sequence_modes(self) -> list[int] | None:
-        """Mode of every sequence so far, a copy; None without modes."""
+        """Mode of every sequence so far (a copy); None without modes."""
         return _as_list(self._log.layout().mode_blocks()) if self.multimodal else None
 
     def add_documents(
@@ -169,8 +169,8 @@ class IndexedDatasetBuilder(storage.IndexedDatasetBuilder, stock.IndexedDatasetB
         eod_token: int | None = None,
         chunk_size: int = 1_000_000,
     ) -> None:
-        """Add many documents of one sequence each (megatron-core 0.20). Raises DataError for an id
-        outside of the dtype, and a wrong number of modes.
+        """Add many documents of one sequence each (megatron-core 0.20). Raises DataError for ids
+        that do not fit the dtype, and for a wrong number of modes.
 
         Args:
             documents: ``awkward.Array`` of token ids, or a sequence of lists of them.

@@ -29,7 +29,7 @@ DATASET_NAMES = (
     ("megatron.core.datasets.gpt_dataset", "GPTDataset"),
     ("megatron.training.datasets.sft_dataset", "SFTDataset"),
 )
-# Import these subclasses of the stock dataset before its name is replaced.
+# Modules with subclasses of the stock dataset: import them before its name is replaced.
 SUBCLASSING_MODULES = ("megatron.training.datasets.fim_dataset",)
 # Megatron-LM's own code; the megatron-core package does not contain it.
 TRAINING = "megatron.training"
@@ -45,12 +45,12 @@ def needs_own_get_batch(release: tuple[int, int]) -> bool:
 def install(*, own_get_batch: OwnGetBatch = "auto", probe: bool = True) -> None:
     """Replace Megatron's dataset classes by megapack's. A second call changes nothing.
 
-    ConfigError: own_get_batch does not suit this release, or the release lacks a name.
+    Raises ConfigError if own_get_batch does not suit this release, or if the release lacks a name.
 
     Args:
         own_get_batch: ``auto`` replaces the script's ``get_batch`` if ``needs_own_get_batch()``;
-            otherwise it requires the flag with which Megatron's own reads boundaries. ``no``
-            changes nothing.
+            otherwise it requires the flag with which Megatron's own ``get_batch`` reads boundaries.
+            ``yes`` is ``auto``, but an error in other releases; ``no`` changes nothing.
         probe: probe the model on its first micro batch before training
             (``megapack.integrations.hosts.megatron.probe``): six forwards.
     """
@@ -95,9 +95,9 @@ def install(*, own_get_batch: OwnGetBatch = "auto", probe: bool = True) -> None:
 
 def install_bridge(*, probe: bool = True) -> None:
     """Do the same for Megatron-Bridge's recipes; call it before ``pretrain(config, forward_step)``.
-    A ``GPTDatasetConfig`` whose data path is a prefix or a manifest then gives packed rows with
-    Bridge's names (cu_seqlens_q, max_seqlen_q) on every pipeline stage. ConfigError without
-    Megatron-Bridge."""
+    A ``GPTDatasetConfig`` whose data path is a prefix or a manifest then yields packed rows with
+    Bridge's names (cu_seqlens_q, max_seqlen_q) on every pipeline stage. Raises ConfigError if
+    Megatron-Bridge is missing."""
     data = _import_if_present("megatron.bridge.data.utils")  # also imports subclasses of datasets
     if data is None:
         raise ConfigError("megatron.bridge is missing: install Megatron-Bridge, or call install()")
@@ -147,7 +147,7 @@ def _with_own_get_batch(stock: Callable[..., Any]) -> Callable[..., Any]:
                 "megapack.integrations.hosts.megatron in it, and run with --own-get-batch no"
             )
         for names in scripts:
-            if "MambaModel" in names:  # pretrain_mamba.py unpacks another tuple
+            if "MambaModel" in names:  # pretrain_mamba.py unpacks a different tuple
                 if version() < (0, 17):
                     raise ConfigError(
                         f"Mamba layers of {HOST} have no seq_idx: their state would carry over "
@@ -165,12 +165,12 @@ def _with_own_get_batch(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # With --sft, evaluate() averages the means of micro batches, but the last micro batches of a finite
-# set have no label. Without --sft it adds up losses and labels. It reads the flag after each step;
-# so the flag is off at that time in a full validation, and on within the step.
+# set have no label. Without --sft, it adds up losses and labels. It reads the flag after each step.
+# So a full validation switches the flag on within a step and off after it.
 
 
 def _restores_sft(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``evaluate``: restore the flag at its end."""
+    """Wrap ``evaluate``: restore ``--sft`` at its end."""
 
     @functools.wraps(stock)
     def evaluate(*args: Any, **kwargs: Any) -> Any:
@@ -186,7 +186,7 @@ def _restores_sft(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _sums_up_losses(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``get_forward_backward_func``: its steps see the flag, but the caller does not."""
+    """Wrap ``get_forward_backward_func``: ``--sft`` is on within a step, but not after it."""
 
     @functools.wraps(stock)
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
@@ -206,6 +206,6 @@ def _sums_up_losses(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_dataset_built_on_rank(*args: Any, **kwargs: Any) -> bool:
-    """Build the dataset (a memory-mapped index) on all pipeline stages: all read boundaries."""
-    del args, kwargs  # vp_stage, from 0.17 on is_packed_sequence
+    """Return True on rank 0 of tensor parallelism: every pipeline stage reads boundaries."""
+    del args, kwargs  # vp_stage, and from 0.17 on is_packed_sequence
     return bool(parallel_state.get_tensor_model_parallel_rank() == 0)
