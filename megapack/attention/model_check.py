@@ -97,8 +97,8 @@ def check_architecture(
     loss: Loss | None = None,
     longest: int | None = None,
 ) -> None:
-    """Refuse a model that mixes documents, sees the future or drops part of its attention.
-    ConfigError names the architecture, the layer and the difference.
+    """Raise ConfigError if a model mixes documents, attends to later tokens or drops part of its
+    attention. The error names the architecture, the layer and the difference.
 
     Args:
         attention: the ``attn_implementation`` of the run.
@@ -286,7 +286,8 @@ def _runs(tiny: Any, build: Build, length: int = LENGTHS[0]) -> bool:
 
 
 def _depends_on_row(tiny: Any, run: _Run) -> bool:
-    """Return whether documents have other logits in a row than alone, with the run's attention."""
+    """Return whether logits of documents in a row differ from those of documents alone, with the
+    run's attention."""
     model = run.build(copy.deepcopy(tiny), run.attention).train()
     randomize(model)
     model = model.to(run.device)

@@ -269,7 +269,7 @@ def _longest(rooms: Tensor, begins: Tensor, batch: Mapping[str, Any]) -> Any:
 def _check_part(
     part: _Part, plain: Tensor, result: Tensor, comparable: Tensor, *, rounding: float, host: str
 ) -> None:
-    """Raise ConfigError if a token has other outputs in the part than in its row."""
+    """Raise ConfigError if a token's outputs in the part differ from those in its row."""
     before, after = plain[part.before], result[part.after]
     difference = (after - before).masked_fill(after == before, 0).abs().amax(dim=1)
     wrong = comparable & ~(difference <= rounding)

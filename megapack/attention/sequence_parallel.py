@@ -89,10 +89,10 @@ def check_sequence_parallel(
     device: torch.device,
     dtype: torch.dtype,
 ) -> None:
-    """Refuse a model that computes another loss or gradient in slices than on the whole row.
+    """Raise ConfigError if loss or gradients of a model differ between slices and the whole row.
 
-    Runs a tiny model of the architecture, equal on all ranks, on a row of documents. Collective:
-    ConfigError, with the difference, on all ranks of the group.
+    Runs a tiny model of the architecture, equal on all ranks, on a row of documents. All ranks of
+    the group must call it, and all raise the error, which has the difference.
 
     Args:
         build: builds a float32 model, with the registered attention, from a configuration.

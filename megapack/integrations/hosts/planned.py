@@ -5,7 +5,7 @@
     PlannedSFTMixin     TRL's SFTTrainer on planned steps
     PlannedGRPOMixin    TRL's GRPOTrainer: assigns completions to ranks under a cap on tokens
 
-Six documents of 9, 3, 7, 2, 5 and 6 tokens form one step of two ranks that hold 10 tokens each:
+Six documents of 9, 3, 7, 2, 5 and 6 tokens form one step of two ranks with at most 10 tokens each:
 
     documents = [{"input_ids": list(range(n))} for n in (9, 3, 7, 2, 5, 6)]
     steps = PlannedSteps(
@@ -318,7 +318,7 @@ def _check_trainer(
 # ---- TRL's GRPOTrainer
 
 # Divisor of a micro batch's loss in TRL: the completions or tokens of the micro batch, or already
-# the tokens of the step. It decides the share of the micro batch in the loss of the step.
+# the tokens of the step. It determines the share of the micro batch in the loss of the step.
 GRPO_DENOMINATORS = {
     **dict.fromkeys(("grpo", "dr_grpo", "sapo", "luspo"), "completions"),
     **dict.fromkeys(("bnpo",), "tokens"),

@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 MANIFEST_SUFFIXES = (".json", ".yaml", ".yml")
 SMALLEST_DEFAULT_BUCKET = 256
 MOST_DEFAULT_BUCKETS = 5
-# Options that a stage of a host's rows may have. The host decides the sizes of rows and steps.
+# Options that a stage of a host's rows may have. The host sets the sizes of rows and steps.
 STAGE_FIELDS = frozenset(
     {"from_step", "from_tokens", "weights", "order", "num_cycles", "skip_steps", "exclude", "ramp"}
     | {"attention_window", "window_steps", "fim_rates"}
@@ -153,9 +153,10 @@ def default_buckets(sequence_length: int, align: int = 1) -> tuple[int, ...]:
 
 
 # ---- The sample index of a source: built once, found by content
-# The name of a cached file contains a digest of everything that decides its content: the layout of
-# the documents (not their path or date), the range of documents, strategy, parameters, capacities,
-# seed and alignment. A changed dataset or option changes the name, so no stale file is opened.
+# The name of a cached file contains a digest of everything that determines its content: the layout
+# of the documents (not their path or date), the range of documents, strategy, parameters,
+# capacities, seed and alignment. A changed dataset or option changes the name, so no stale file is
+# opened.
 
 VERSION = 2  # part of every digest: increment it when the same recipe yields different samples
 BUILD_TIMEOUT = 3600.0  # seconds that ranks wait for the rank that builds
@@ -164,7 +165,7 @@ MAX_THREADS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """All options that, together with the documents, decide an index."""
+    """All options that, together with the documents, determine an index."""
 
     begin: int  # first document
     end: int  # one past the last document

@@ -1,12 +1,12 @@
 """python -m megapack.integrations.hosts.megatron [options] pretrain_gpt.py [the script's arguments]
 
-Runs Megatron-LM's own script with megapack's dataset behind --data-path. Under torchrun:
+Runs Megatron-LM's own script with megapack's dataset for --data-path. Under torchrun:
 
     torchrun --nproc-per-node 8 -m megapack.integrations.hosts.megatron \\
         pretrain_gpt.py --data-path ...
 
-``python -m megapack.integrations.hosts.megatron check pretrain_gpt.py ...`` prints what it would
-read, without GPU and torchrun.
+``python -m megapack.integrations.hosts.megatron check pretrain_gpt.py ...`` prints what the run
+would read; it needs no GPU and no torchrun.
 """
 
 from __future__ import annotations

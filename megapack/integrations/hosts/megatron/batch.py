@@ -61,8 +61,8 @@ def to_packed_seq_params(
     total_tokens: int | None = None,
 ) -> PackedSeqParams:
     """Return the "thd" parameters of megatron-core for one flat row. RoPE and attention restart at
-    ``cu_seqlens_padded`` if given. Raises ValueError for several rows, or if
-    boundaries are not int32.
+    ``cu_seqlens_padded`` if given. Raises ValueError for several rows, or if boundaries are not
+    int32.
 
     Args:
         cu_seqlens: 1-D int32, or ``(1, n)`` as collated; on the device of the attention.
@@ -139,7 +139,7 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None = None) 
         rows = flatten_rows(collated)
     batch = _broadcast(rows)
     # Transformer Engine needs the aligned boundaries in both places (as Megatron's main does);
-    # under a causal mask no token sees the padding after its segment.
+    # under a causal mask no token attends to the padding after its segment.
     boundaries = batch.get("cu_seqlens_padded", batch["cu_seqlens"])
     params = to_packed_seq_params(
         boundaries,

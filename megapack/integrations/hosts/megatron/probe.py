@@ -135,7 +135,7 @@ def _check_config(config: Any, batch: dict[str, Any]) -> None:
 
 
 class _PutBack:
-    """Iterator over items, and then over another iterator."""
+    """Iterator over items, then over the following iterator."""
 
     def __init__(self, items: list[Any], following: Iterator[Any]) -> None:
         self.items, self.following = deque(items), following
@@ -316,7 +316,8 @@ def watch_first_call() -> None:
 
 
 def _shows_boundaries(positions: Tensor | None, params: Any, model: Any) -> bool:
-    """Return True if positions restart at boundaries, False if none restarts; else ConfigError."""
+    """Return True if positions restart, at boundaries only, and False if they never restart. Raise
+    ConfigError for a restart without a boundary."""
     if positions is None:
         return False
     begins = (positions[:, 1:] == 0).nonzero()

@@ -86,7 +86,7 @@ class IndexedDataset(storage.IndexedDataset, stock.IndexedDataset):  # type: ign
         return _Index(self)
 
     def __getstate__(self) -> tuple[Any, ...]:
-        # An absolute path, because a worker may have another working directory.
+        # An absolute path, because a worker may have a different working directory.
         prefix = self.prefix
         if not is_remote(prefix):
             prefix = os.path.abspath(prefix)  # noqa: PTH100 - pathlib would drop a trailing dot

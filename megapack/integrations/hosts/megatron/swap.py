@@ -50,7 +50,8 @@ def install(*, own_get_batch: OwnGetBatch = "auto", probe: bool = True) -> None:
     Args:
         own_get_batch: ``auto`` replaces the script's ``get_batch`` if ``needs_own_get_batch()``;
             otherwise it requires the flag with which Megatron's own ``get_batch`` reads boundaries.
-            ``yes`` is ``auto``, but an error in other releases; ``no`` changes nothing.
+            ``yes`` is ``auto``, but raises ConfigError for releases that do not need it. ``no``
+            keeps the script's ``get_batch``.
         probe: probe the model on its first micro batch before training
             (``megapack.integrations.hosts.megatron.probe``): six forwards.
     """
@@ -153,7 +154,7 @@ def _with_own_get_batch(stock: Callable[..., Any]) -> Callable[..., Any]:
                         f"Mamba layers of {HOST} have no seq_idx: their state would carry over "
                         "to the next document of a row. Train hybrid models with 0.17 or later"
                     )
-                # Its own get_batch works in 0.17, with --sft and one row per micro batch.
+                # The script's own get_batch works in 0.17, with --sft and one row per micro batch.
                 _rebinding.replace(PackedDatasetBuilder, "needs_boundary_flag", True)
                 continue
             names["get_batch"] = get_batch
