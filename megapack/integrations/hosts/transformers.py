@@ -70,7 +70,7 @@ def check_model(
     dtype: torch.dtype | None = None,
     longest: int | None = None,
 ) -> None:
-    """Raise ConfigError if packed rows would train the model wrongly, or if it lacks token ids.
+    """Raise ConfigError if packed rows would train a model wrongly, or documents have unknown ids.
 
     Checks a tiny model with the same architecture and attention (``check_architecture``), which
     takes a second and does not change the random state. Any rank may call it. The error names the
@@ -360,7 +360,7 @@ class PackedTrainerMixin:
     def _check_loss(self, model: Any, batch: Batch) -> None:
         """Raise ConfigError if the loss of a micro batch does not use the labels of the batch.
 
-        Replaces all logits by 0. Then the gradient of the loss at the logits of a token is negative
+        Replaces all logits by 0. Then the gradient of the loss by the logits of a token is negative
         only for the label that the loss uses, and 0 if it uses none. (With the model's own logits,
         it vanishes where the model is certain.) A loss fused with the head is not checked.
         """

@@ -89,7 +89,7 @@ class GatheredRow(Mapping[str, Tensor]):
 
 
 class _Gathered:
-    """A micro batch; pickled as row numbers; the process that unpickles it gathers it again."""
+    """A micro batch, pickled as row numbers; the process that unpickles it gathers it again."""
 
     def __init__(self, key: str, numbers: Sequence[int], batch: dict[str, Tensor]) -> None:
         self.key, self.numbers, self.batch = key, numbers, batch
