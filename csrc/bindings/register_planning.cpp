@@ -7,7 +7,7 @@ namespace {
 
 using Numbers = py::array_t<std::int64_t>;
 
-// The plan as (number of micro batches, first rank, degree and micro batch of every document).
+// Returns (number of micro batches, first rank, degree and micro batch of every document).
 std::tuple<std::int64_t, Numbers, Numbers, Numbers> plan_step_numpy(
     const Array<std::int64_t>& lengths, const Array<double>& costs, const Array<double>& max_costs,
     const Array<std::int64_t>& groups, const std::string& balance, std::int64_t num_ranks,

@@ -11,7 +11,7 @@ namespace {
 
 constexpr std::int64_t kMaxPositions = std::int64_t{1} << 40;  // per call: 8 TiB of ids
 
-// Returns room for `count` results; refuses a count that would take all memory.
+// Returns a vector of `count` results; throws if the count would need more than 8 TiB.
 template <typename T>
 std::vector<T> results(std::int64_t count) {
     check(count >= 0 && count <= kMaxPositions, "count is ", count, "; it must be from 0 to 2^40");
@@ -109,7 +109,7 @@ void register_cycle_order(py::module_& m) {
 using Numbers32 = py::array_t<std::int32_t>;
 using Numbers64 = py::array_t<std::int64_t>;
 
-// Returns source, first rank and count of the runs, and their places (Blend::Range).
+// Returns source, first rank and count of every run, and the places of all runs (Blend::Range).
 std::tuple<Numbers32, Numbers64, Numbers64, Numbers32> blend_range_numpy(const Blend& blend,
                                                                          std::int64_t begin,
                                                                          std::int64_t end) {

@@ -9,7 +9,7 @@ namespace {
 using Bytes = py::array_t<std::uint8_t>;
 using Numbers = py::array_t<std::int64_t>;
 
-// (text, offsets (lines + 1), status (lines), line_begin (lines)); core/text/jsonl.hpp.
+// Returns (text, offsets (lines + 1), status (lines), line_begin (lines)), see core/text/jsonl.hpp.
 std::tuple<Bytes, Numbers, Bytes, Numbers> py_extract_jsonl(const Array<std::uint8_t>& buffer,
                                                             const std::string& key,
                                                             const std::string& values) {
@@ -44,7 +44,7 @@ py::array_t<std::uint8_t> py_has_characters(const Array<std::uint8_t>& text,
     return per_document(measure)(text, offsets);
 }
 
-// (tokens, offsets, largest id or -1); core/text/documents.hpp.
+// Returns (tokens, offsets, largest id or -1), see core/text/documents.hpp.
 template <typename Stored, typename Id>
 std::tuple<py::array_t<Stored>, Numbers, std::int64_t> py_frame_documents(
     const Array<Id>& ids, const Array<std::int64_t>& offsets,

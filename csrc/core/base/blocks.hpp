@@ -24,7 +24,7 @@ std::uint64_t xxh64(Span<const std::uint8_t> bytes);
 // Returns XXH64 of every block of kBlockBytes bytes; the last one may be shorter.
 std::vector<std::uint64_t> block_checksums(Span<const std::uint8_t> bytes);
 
-// An array or file and the expected checksums of its blocks. Safe for any number of threads.
+// An array or file and the expected checksums of its blocks. Threads may share it.
 class BlockChecks {
   public:
     // Error messages start with `name` and end with `remedy`. Throws FormatError unless there is
@@ -40,7 +40,8 @@ class BlockChecks {
         for (std::int64_t b = begin >> kBlockBits; b <= (end - 1) >> kBlockBits; ++b)
             if (checked_[b].load(std::memory_order_relaxed) == 0) check_block(b);
     }
-    // True when every block was checked: the usual case in a long run, many times per segment.
+    // Returns true once every block is checked, which is the usual case in a long run. Called many
+    // times per segment.
     bool all_checked() const { return num_unchecked_.load(std::memory_order_relaxed) == 0; }
 
   private:

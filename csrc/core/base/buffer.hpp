@@ -1,6 +1,6 @@
-// Buffer<T>: an array that owns its memory and is not zeroed. Large ones use huge pages: the first
-// access to a 4 KiB page costs as much as packing documents of a thousand tokens; with 2 MiB pages
-// that cost is negligible.
+// Buffer<T>: an array that owns its memory and is not zeroed. Large arrays use huge pages: the
+// first access to a 4 KiB page costs as much as packing documents of a thousand tokens; with 2 MiB
+// pages that cost is negligible.
 #pragma once
 
 #include <sys/mman.h>
@@ -29,7 +29,7 @@ class Buffer {
     operator Span<T>() const { return {data(), size_}; }
     operator Span<const T>() const { return {data(), size_}; }
 
-    // Shortens the array. Memory that was never touched was never allocated by the kernel.
+    // Shortens the array without freeing memory: the kernel allocates only pages that were touched.
     void truncate(std::int64_t size) { size_ = size < size_ ? size : size_; }
 
     // Returns the whole huge pages in elements [begin, end) to the kernel; do not read them again.

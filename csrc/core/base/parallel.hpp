@@ -58,7 +58,7 @@ class Progress {
 // others. After an exception no further task starts; the first exception is rethrown here.
 void parallel_for(int threads, std::int64_t count, const std::function<void(std::int64_t)>& task);
 
-// Cuts [0, size) into `count` parts and calls visit(part, its range) in parallel.
+// Cuts [0, size) into `count` parts and calls visit(number of the part, its range) in parallel.
 template <typename Visit>
 void for_each_part(int threads, std::int64_t size, std::int64_t count, Visit visit) {
     parallel_for(threads, count, [&](std::int64_t p) { visit(p, part_of(size, count, p)); });

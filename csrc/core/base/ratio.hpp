@@ -10,7 +10,7 @@ namespace megapack {
 
 __extension__ using Wide = __int128;
 
-// numerator / denominator; may be multiplied with numbers below 2^62.
+// numerator / denominator. Multiply it only by numbers below 2^62.
 class Ratio {
   public:
     constexpr Ratio() = default;

@@ -10,7 +10,7 @@
 namespace megapack {
 namespace {
 
-constexpr std::uint64_t kPurpose = 6;  // counter of the seed's key for this purpose
+constexpr std::uint64_t kPurpose = 6;  // counter that derives the keys of this module from the seed
 constexpr std::uint64_t kTries = 1024;
 
 using Place = std::pair<std::int64_t, std::int64_t>;  // token of the body, character in it
@@ -38,7 +38,7 @@ std::pair<std::int64_t, std::uint64_t> place_of(std::uint64_t bits, std::uint64_
 }
 
 // Transforms one document in three steps. Each step prefetches the tables that the next one reads,
-// so all documents of a sample take a step before any takes the next.
+// so all documents of a sample finish a step before any starts the next.
 class Writer {
   public:
     // Step 1: draws the places.
@@ -95,7 +95,7 @@ class Writer {
         return std::minmax({token(2), token(3)});
     }
 
-    // Draws a token and a character, as if all tokens had the most characters of any token, until
+    // Draws a token and a character number below the largest character count of any token, until
     // the token has that character. So most tokens need not be read.
     Place character(std::uint64_t key, std::uint64_t k) const {
         return with_type(shard_.tokens, begin_, [&](const auto* tokens) {
@@ -164,7 +164,8 @@ class Writer {
             runs_.push_back({begin_ + token, 1, cuts.parts[p]});
     }
 
-    // Gives each sentinel the loss weight of the document's token after it, else of the last one.
+    // Sets each sentinel's loss weight to that of the next token of the document, or of the last
+    // token if none follows.
     void weigh_sentinels(std::int64_t from) {
         std::int64_t at = -1;
         for (std::int64_t r = ssize(runs_) - 1; at < 0; --r)

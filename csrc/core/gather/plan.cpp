@@ -51,8 +51,8 @@ class Planner {
   private:
     std::int64_t add_segments(const Shard& shard, SampleRef ref, std::int64_t slot) {
         std::int64_t used = 0;    // tokens of the sample so far
-        std::int64_t placed = 0;  // the same with alignment
-        std::int64_t begin = 0;   // of the attention segment
+        std::int64_t placed = 0;  // the same, including the padding for alignment
+        std::int64_t begin = 0;   // start of the attention segment
         for (std::int64_t i = 0; i < ssize(segments_); ++i) {
             const Segment& segment = segments_[i];
             check<FormatError>(segment.placed <= shape_.capacity - used, shard.documents.name(),
@@ -78,13 +78,13 @@ class Planner {
         return placed;
     }
 
-    // True if the segment after segment i attends to it.
+    // Returns true if the segment after segment i attends to segment i.
     bool next_attends(std::int64_t i) const {
         if (i + 1 == ssize(segments_) || options_.attention == Extent::kDocument) return false;
         return options_.attention == Extent::kSample || segments_[i + 1].joined;
     }
 
-    // `at`: begin of the piece in the sample; `group`: begin of its attention segment.
+    // `at`: start of the piece in the sample; `group`: start of its attention segment.
     void add_piece(const Shard& shard, std::int64_t i, std::int64_t room, std::int64_t at,
                    std::int64_t group, float factor) {
         const Segment& segment = segments_[i];

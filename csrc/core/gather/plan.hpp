@@ -1,4 +1,4 @@
-// Plan of a micro batch: the place of every token, checked completely before the first is copied.
+// Plan of a micro batch: the place of every token, all checked before the first token is copied.
 //
 //     samples of documents 5 + 1 and 3 tokens, one row of 14, capacity 7
 //         ->  pieces of 5, 1, 1 (padding), 3, 4 (padding) tokens; cu_seqlens {0, 5, 6, 7, 10, 14}
@@ -17,7 +17,7 @@ enum class Positions { kSegment, kDocument, kSample };  // where position_ids re
 // documents of its group, or the whole sample.
 enum class Extent { kDocument, kGroup, kSample };
 
-// Unit of the loss mask. kTokenMean: a token has its loss weight. kSequenceMean: the weights of a
+// Unit of the loss mask. kTokenMean: each token's own loss weight. kSequenceMean: the weights of a
 // sequence (the tokens of a document in a sample) sum to 1.
 enum class Loss { kTokenMean, kSequenceMean };
 
@@ -28,7 +28,7 @@ struct GatherOptions {
     Loss loss = Loss::kTokenMean;
     std::int64_t alignment = 1;  // attention segments start at multiples of this
     std::int64_t pad_token = 0;
-    const Fim* transform = nullptr;  // null: none
+    const Fim* transform = nullptr;  // null: no transformation
 };
 
 // A row has row_tokens / capacity equal slots, one sample each. The rest of a slot is padding.
@@ -53,15 +53,15 @@ struct Piece {
     const Shard* shard;
     std::int64_t token_begin;
     std::int64_t length;
-    std::int64_t room;            // length and the padding after it
+    std::int64_t room;            // length plus the padding after it
     std::int64_t first_position;  // position id of its first token
-    Label last_label;             // of its last token
-    float factor;                 // on its loss mask
-    Part runs;                    // of a transformed document, else empty
+    Label last_label;             // label of its last token
+    float factor;                 // factor on its loss mask
+    Part runs;                    // runs of a transformed document, else empty
 };
 
-// Returns the next token of the document; at its end the first token of the `next` segment, if
-// label_boundary reaches it.
+// Returns the label of a segment's last token: the document's next token or, at the document's end,
+// the first token of the `next` segment if label_boundary reaches it.
 Label last_label(const Segment& segment, const Segment* next, const std::vector<Run>& runs,
                  Extent label_boundary);
 
@@ -74,9 +74,9 @@ struct AttentionSegment {
 
 struct GatherPlan {
     GatherShape shape;
-    std::vector<Piece> pieces;  // their rooms add up to the rows, and so do those of the segments
+    std::vector<Piece> pieces;  // like the segments, their rooms add up to all rows
     std::vector<AttentionSegment> segments;
-    std::vector<Run> runs;  // of transformed documents
+    std::vector<Run> runs;  // runs of transformed documents
 
     std::int64_t max_seqlen() const;
     std::vector<std::int32_t> sources() const;  // per segment
@@ -88,9 +88,9 @@ struct GatherPlan {
 GatherPlan plan_gather(Span<const Shard> shards, Span<const SampleRef> samples,
                        const GatherShape& shape, const GatherOptions& options);
 
-// Returns cu_seqlens: one list of all rows, or (per_row) a list of each row. Lists are filled with
-// their last value up to `entries`; 0: up to the longest list. `padded`: with the padding after
-// each segment.
+// Returns cu_seqlens: one list for all rows or, with per_row, one per row. Repeats the last value
+// of a list until it has `entries` values; 0: as many as the longest list. `padded`: a segment
+// includes the padding after it.
 std::vector<std::int32_t> cumulative_lengths(const GatherPlan& plan, bool padded, bool per_row,
                                              std::int64_t entries);
 

@@ -19,8 +19,8 @@ struct Range {
     std::int64_t end;
 };
 
-// Returns the tokens of a document. Makes the checks of a complete reader for this document: it
-// begins where the one before it ends, and its sequences are contiguous.
+// Returns the tokens of a document. Checks for this document what a reader of the whole file
+// checks: it begins where the document before it ends, and its sequences are contiguous.
 Range document_range(const Shard& shard, std::int64_t document) {
     const IndexView& index = shard.documents;
     index.require_document(document);

@@ -45,8 +45,8 @@ auto with_type(const TokenArray& array, std::int64_t at, F f) {
     return f(static_cast<const std::int64_t*>(array.data) + at);
 }
 
-// A shard of a source with its sample index. No number is trusted: one that is used as an address
-// is checked when it is read.
+// A shard of a source with its sample index. No number is trusted: numbers that serve as
+// addresses are checked when they are read.
 struct Shard {
     Shard() = default;  // not open: it has no samples
     explicit Shard(IndexView index) : documents(std::move(index)) {}
@@ -54,15 +54,15 @@ struct Shard {
     std::int64_t source = 0;  // number of its source
     IndexView documents;      // the mapped .idx, read in place
     TokenArray tokens;        // the mapped .bin
-    TokenArray labels;        // optional; per token, not shifted, negative: no label
+    TokenArray labels;        // optional; one per token, not shifted; negative: no label
     TokenArray weights;       // optional; loss weight per token, as bits of float16
     SampleView samples;       // without bucket_sample_offsets
     // Per segment: 1 if it continues the group of the segment before it; empty: none does.
     Span<const std::uint8_t> joined;
     Span<const std::int64_t> excluded;      // excluded documents, ascending
-    Span<const std::int64_t> excluded_by;   // the first exclusion list that has each, from 1 on
-    std::int64_t first_document = 0;        // number in the source of its first document
-    std::int64_t longest_transformed = -1;  // documents of 2 to so many tokens may be transformed
+    Span<const std::int64_t> excluded_by;   // number (from 1) of the first list that excludes each
+    std::int64_t first_document = 0;        // number of its first document in the source
+    std::int64_t longest_transformed = -1;  // documents of 2 to this many tokens may be transformed
 
     bool is_open() const { return samples.num_samples() >= 0; }
     bool has_labels() const { return labels.data != nullptr; }
@@ -78,19 +78,19 @@ struct Segment {
     bool ends_document;
     bool joined;          // the segment before it in the sample belongs to the same group
     std::int64_t placed;  // tokens in the batch; more than `length` if it is transformed
-    Part runs;            // of a transformed document (fim.hpp), else empty
+    Part runs;            // runs of a transformed document (fim.hpp), else empty
 };
 
-// Requirements of a step on its samples, as `StepView` in megapack/data/steps.py. A span is empty
+// What a step requires of its samples, like `StepView` in megapack/data/steps.py. A span is empty
 // or has one entry per sample.
 struct StepView {
     std::int64_t num_lists = 0;       // exclusion lists in force
     Span<const float> loss_weight;    // factor on the loss mask of each sample; empty: 1
     Span<const std::int64_t> epochs;  // epoch of each sample within its source
     Span<const double> fim_rates;     // share of documents to transform (fim.hpp); empty: none
-    std::uint64_t seed = 0;           // of the run
+    std::uint64_t seed = 0;           // the run's seed
 
-    // Throws std::invalid_argument unless it is a view of so many samples with rates in [0, 1].
+    // Throws std::invalid_argument unless the view has num_samples entries and rates in [0, 1].
     void check_entries(std::int64_t num_samples) const {
         const auto check_size = [&](const auto& values, const char* name) {
             check(values.data() == nullptr || values.size() == num_samples, values.size(), " ",
@@ -104,7 +104,7 @@ struct StepView {
         for (const double rate : fim_rates)
             check(rate >= 0 && rate <= 1, "fim_rate is ", rate, "; it must be from 0 to 1");
     }
-    // True if exclusion list number `list`, from 1 on, is in force.
+    // Returns true if exclusion list `list` (numbered from 1) is in force.
     bool excludes(std::int64_t list) const { return list <= num_lists; }
 };
 
@@ -114,7 +114,7 @@ struct SampleRef {
     std::int64_t shard;
     std::int64_t sample;
     const StepView* view = nullptr;  // null: no requirements
-    std::int64_t position = 0;       // in the view
+    std::int64_t position = 0;       // index in the view
 
     float factor() const {
         return view == nullptr || view->loss_weight.empty() ? 1.0F : view->loss_weight[position];
@@ -140,7 +140,7 @@ void check_runs(const SampleRuns& runs, std::int64_t num_shards);
 std::vector<SampleRef> locate_samples(const SampleRuns& runs, Span<const std::int64_t> sample_ids,
                                       const StepView* view = nullptr);
 
-// Returns the numbers of the shards of these samples that are not open, ascending.
+// Returns the numbers of the shards that hold these samples but are not open, ascending.
 std::vector<std::int64_t> not_open(Span<const Shard> shards, Span<const SampleRef> samples);
 
 // Appends the segments of a sample to `out`, without those of excluded documents. Throws

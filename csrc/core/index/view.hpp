@@ -1,6 +1,6 @@
-// Arrays of a packing, in memory or mapped from a .samples file. No number is trusted: one that is
-// used as an address is checked when it is read, and blocks of a file are compared with their
-// checksums before their numbers are used.
+// Arrays of a packing, in memory or mapped from a .samples file. No number is trusted:
+// numbers that serve as addresses are checked when they are read, and blocks of a file are compared
+// with their checksums before their numbers are used.
 #pragma once
 
 #include <cstdint>
@@ -31,8 +31,8 @@ class Integers {
     std::int64_t operator[](std::int64_t i) const {
         return wide_ ? read<std::int64_t>(i) : read<std::int32_t>(i);
     }
-    // Checks the blocks of numbers [begin, end) before they are used; FormatError if one is
-    // damaged.
+    // Checks the blocks of numbers [begin, end); call it before using them. Throws FormatError if a
+    // block is damaged.
     void require(std::int64_t begin, std::int64_t end) const {
         if (checks_ != nullptr) checks_->require(begin * width(), end * width());
     }
@@ -74,7 +74,7 @@ struct SampleView {
     Part samples(std::int64_t bucket) const {
         return range(bucket_sample_offsets, bucket, num_samples(), "bucket ", " claims samples ");
     }
-    // Also checks the blocks of these segments.
+    // Returns the segments of a sample and checks their blocks.
     Part segments(std::int64_t sample) const {
         const Part part =
             range(sample_segment_offsets, sample, num_segments(), "sample ", " claims segments ");

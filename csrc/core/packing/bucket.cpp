@@ -1,4 +1,4 @@
-// The bucket strategies. `bucket` plans whole pools on their histograms (bucket_plan.hpp) and
+// The bucket strategies. `bucket` plans whole pools from their histograms (bucket_plan.hpp) and
 // writes the plan (PoolWriter); `bucket_stream` packs a sample per added document, like Algorithm 1
 // of BucketLLM (StreamingPool).
 #include <algorithm>
@@ -27,7 +27,7 @@ void shuffle_segments(const Samples<Id, Length>& samples, std::int64_t begin, st
     });
 }
 
-// Writes the samples of one pool; `sample` and `segment`: the first ones in each bucket.
+// Writes the samples of one pool. `sample` and `segment`: numbers of the first in each bucket.
 template <typename Id, typename Length>
 class PoolWriter {
   public:
@@ -401,7 +401,7 @@ Samples<Id, Length> pack_bucket_stream(const Lengths<Length>& lengths, const Buc
     std::int64_t num_samples = 0;
     const auto generate = [&] {
         pool.generate();
-        if (++num_samples % kReportEvery == 0) run.progress.advance(0);  // notices Ctrl-C
+        if (++num_samples % kReportEvery == 0) run.progress.advance(0);  // lets Ctrl-C stop it
     };
     for (std::int64_t i = 0; i < order.size(); ++i) {
         if (i > 0 && i % kReportEvery == 0) run.progress.advance(kReportEvery);

@@ -1,10 +1,10 @@
-// Plan of the bucket strategies, made on a histogram of lengths: which lengths share a sample.
+// Plan of the bucket strategies, made from a histogram of lengths: which lengths share a sample.
 //
 // A sample gets the smallest bucket that holds the longest document, then repeatedly the longest
 // document that still fits (BucketLLM, Algorithm 2). The choice depends on lengths only, so one
-// pattern is decided for as many samples as the histogram can repeat: some ten thousand patterns
-// for any number of documents. Documents of equal length are taken in order, so the samples equal
-// those of the rule applied document by document.
+// pattern serves as many samples as the histogram has documents for: about ten thousand patterns
+// suffice for any number of documents. Documents of equal length are taken in order, so the samples
+// equal those of the rule applied document by document.
 //
 //     counts {2: 4, 5: 2}, buckets {8}  ->  2 samples of lengths 5 2, 1 sample of lengths 2 2
 #pragma once
@@ -55,8 +55,8 @@ struct BucketPlan {
     }
 };
 
-// Decides patterns one by one. Documents of a class are taken in order: those of the constructor,
-// then those added.
+// Decides patterns one by one. Documents of a class are taken in order: first the constructor's,
+// then those added later.
 class BucketPlanner {
   public:
     // Starts with counts[l] documents of length l. Later ones must not be longer than
@@ -70,7 +70,7 @@ class BucketPlanner {
     // Appends the next pattern to the plan, at most `max_repeats` samples of it.
     void next(std::int64_t max_repeats);
 
-    // Appends a given pattern. Throws if it does not fit or lacks documents.
+    // Appends a given pattern. Throws if it does not fit or too few documents remain.
     void apply(const GivenPattern& given);
 
     BucketPlan plan;

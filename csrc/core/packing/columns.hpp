@@ -11,7 +11,7 @@
 
 namespace megapack {
 
-// Segment of sample i: the first `kept` tokens of rest ids[first + i * stride] of `length` tokens.
+// Segment of sample i: the first `kept` of the `length` tokens of rest ids[first + i * stride].
 struct Column {
     std::int64_t first, stride;
     std::int32_t length, kept;
@@ -35,8 +35,8 @@ void prefetch_columns(const std::vector<Column>& columns, const SortedRests<Id>&
     }
 }
 
-// Writes the begins of tails. A begin follows from the length of the document, which is anywhere in
-// memory: the length is prefetched first and read some tails later.
+// Writes where tails begin in their documents. This follows from the document's length, at a random
+// address: the length is prefetched first and read some tails later.
 template <typename Id, typename Length>
 class TailBegins {
   public:
@@ -72,8 +72,8 @@ class TailBegins {
     std::uint32_t put_ = 0, written_ = 0;  // both wrap at 2^32
 };
 
-// Writes lengths and begins of segments [segment, segment + rows * columns.size()): the lengths
-// repeat from sample to sample, the begins are 0 (TailBegins corrects those of tails).
+// Writes lengths and start positions of segments [segment, segment + rows * columns.size()):
+// lengths repeat from sample to sample, start positions are 0 (TailBegins corrects those of tails).
 template <typename Id, typename Length>
 void write_pattern(const Samples<Id, Length>& out, const std::vector<Column>& columns,
                    std::int64_t segment, std::int64_t rows) {

@@ -25,18 +25,18 @@
 
 namespace megapack {
 
-// Limit of a packing. A few such sums and a capacity together stay below 2^63.
+// Most tokens of a packing. A few such sums plus a capacity stay below 2^63.
 constexpr std::int64_t kMaxTokens = std::int64_t{1} << 62;
 
 struct LengthTotals {
     std::int64_t num_tokens = 0;
     std::int64_t longest = 0;
     std::int64_t num_empty = 0;
-    std::int64_t num_longer = 0;  // longer than `capacity`
+    std::int64_t num_longer = 0;  // documents longer than `capacity`
 };
 
 // Sums lengths of type int32, int64 or uint64. Throws DataError for a length below 0 and for more
-// than kMaxTokens in all. capacity >= 0.
+// than kMaxTokens in all. Requires capacity >= 0.
 template <typename Length>
 LengthTotals check_lengths(Span<const Length> lengths, std::int64_t capacity = kMaxTokens) {
     // Blocks are small enough that their sums and counts stay in vector registers: 2^16 lengths of
@@ -82,8 +82,8 @@ LengthTotals check_lengths(Span<const Length> lengths, std::int64_t capacity = k
     return totals;
 }
 
-// Checked lengths; the caller keeps them alive and unchanged. Strategies take only these, so they
-// never see a negative length or a sum above 64 bits.
+// Checked lengths; the caller keeps them alive and unchanged. Strategies accept only these, so no
+// length is negative and no sum exceeds 64 bits.
 template <typename Length>
 class Lengths {
   public:
@@ -119,8 +119,8 @@ struct Run {
     Progress& progress;
 };
 
-// Documents per part: tasks report progress after each. The tests of the core set a small number,
-// so that small inputs have many parts.
+// Documents per part; a task reports progress after each part. The tests of the core set a small
+// number, so that small inputs have many parts.
 #ifndef MEGAPACK_PART_SIZE
 #define MEGAPACK_PART_SIZE (std::int64_t{1} << 20)
 #endif
@@ -160,7 +160,7 @@ struct Documents {
         return {static_cast<Id>(i), lengths[i]};
     }
 
-    // Calls loop(item_at) with item_at(i) = (*this)[i]: tests `items` once, not per document.
+    // Calls loop(item_at) with item_at(i) = (*this)[i]: checks `items` once, not per document.
     template <typename Loop>
     auto in_order(Loop loop) const {
         if (items != nullptr) return loop([from = items](std::int64_t i) { return from[i]; });
@@ -185,7 +185,7 @@ void swap_at_random(std::int64_t size, Random chance, Swap swap) {
 template <typename Id, typename Length>
 struct RandomGroups {
     Buffer<Item<Id, Length>> items;     // group after group
-    std::vector<std::int64_t> offsets;  // (groups + 1), in `items`
+    std::vector<std::int64_t> offsets;  // (groups + 1): positions in `items`
 };
 
 // Puts document i into group chance.below(i, num_groups); a group keeps file order.
@@ -209,7 +209,7 @@ RandomGroups<Id, Length> split_at_random(Span<const Length> lengths, std::int64_
 
 // Returns the documents in a uniformly random order: split_at_random with chance.child(0) into
 // G = min(4096, ceil(n / 32768)) groups, then swap_at_random in group g with
-// chance.child(1).child(g). A group fits in the processor's cache, all documents would not.
+// chance.child(1).child(g). A group fits in the processor's cache, but all documents would not.
 template <typename Id, typename Length>
 Buffer<Item<Id, Length>> shuffle(Span<const Length> lengths, Random chance, int threads) {
     constexpr std::int64_t kGroupSize = std::int64_t{1} << 15, kMaxGroups = std::int64_t{1} << 12;

@@ -34,11 +34,11 @@ struct FitEntry {
 struct FitRun {
     std::int64_t first_bin, count;
     std::int64_t space;
-    std::int32_t last_entry;  // of the list of their contents
+    std::int32_t last_entry;  // last entry of their contents
 };
 
 struct FitPlan {
-    std::vector<FitRun> runs;  // by first_bin
+    std::vector<FitRun> runs;  // ordered by first_bin
     std::vector<FitEntry> entries;
 
     std::int64_t num_bins() const {
@@ -48,8 +48,8 @@ struct FitPlan {
 
 using RunId = std::int32_t;
 
-// First fit: a queue by first bin of the runs that fit the current length; other runs wait, by
-// their space, until lengths are short enough.
+// First fit: a queue, ordered by first bin, of the runs that fit the current length. Runs with less
+// space wait, grouped by space, until lengths are short enough.
 class FirstFitOrder {
   public:
     explicit FirstFitOrder(std::int64_t capacity) : waiting_(capacity + 1) {}
@@ -82,7 +82,7 @@ class FirstFitOrder {
     std::int64_t length_ = 0;
 };
 
-// Best fit: a queue per space of the runs in the order in which they reached it.
+// Best fit: for each amount of space a queue of the runs, in the order in which they reached it.
 class BestFitOrder {
   public:
     explicit BestFitOrder(std::int64_t capacity) : spaces_(capacity), queues_(capacity + 1) {}
@@ -164,14 +164,14 @@ class Planner {
         const std::int64_t copies = run.space / length;
         const std::int64_t full = std::min(run.count, count / copies);
         const std::int64_t single = full < run.count ? count % copies : 0;
-        RunId slot = id;  // of the next part of the run; -1: a new one
+        RunId slot = id;  // slot of the next part of the run; -1: a new slot
         if (full > 0) slot = add(slot, run, full, length, copies, rank);
         if (single > 0) slot = add(slot, run, 1, length, single, rank + full * copies);
         if (run.count > 0) order_.put_back(keep(slot, run), run);
         return full * copies + single;
     }
 
-    // Cuts `bins` bins off the front of `run` and gives each `copies` documents.
+    // Cuts `bins` bins off the front of `run` and puts `copies` documents into each.
     RunId add(RunId slot, FitRun& run, std::int64_t bins, std::int64_t length, std::int64_t copies,
               std::int64_t rank) {
         plan_.entries.push_back({static_cast<std::int32_t>(length),
@@ -244,14 +244,14 @@ class Bins {
     }
 
     // Joins the bins in order, cuts them every `capacity` tokens and returns the segment after the
-    // last. Threads take consecutive bins. The first sample of a thread follows from the tokens
+    // last. A thread writes consecutive bins. The first sample of a thread follows from the tokens
     // before it; its first segment is known only after counting.
     std::int64_t write_joined(const Samples<Id, Length>& out, std::int64_t sample,
                               std::int64_t segment, int threads) const {
         out.open_sample(sample, segment);
         std::vector<std::int64_t> next(threads + 1, 0);
         for_each_part(threads, num_bins(), threads, [&](std::int64_t p, Part range) {
-            if (p + 1 == threads) return;  // no thread begins after the last
+            if (p + 1 == threads) return;  // no thread follows the last one
             SegmentCounter counter(capacity_, token_of(range.begin));
             for_each_rest(range,
                           [&](const Column& column, std::int64_t) { counter.push(column.length); });

@@ -72,7 +72,7 @@ Samples<Id, Length> pack_many_streams(const Documents<Id, Length>& documents,
                                       const std::vector<std::int64_t>& capacities, const Run& run) {
     const std::int64_t n = documents.size(), buckets = ssize(capacities);
     run.progress.add_total(3 * n);
-    // Begin of each part: token position in every stream, first segment in every stream.
+    // Start of each part: token position in every stream, first segment in every stream.
     std::vector<std::vector<std::int64_t>> position(num_parts(n)), segment(num_parts(n));
     for_each_part(run, n, [&](std::int64_t p, Part range) {
         position[p].assign(buckets, 0);
@@ -110,8 +110,8 @@ Samples<Id, Length> pack_many_streams(const Documents<Id, Length>& documents,
 
 // ---- Atoms of a stream or of documents, in seeded order
 
-// Joins units (a sample each in `units`) to samples of the capacity. Atom a consists of units_of[a]
-// units; the first `num_shuffled` atoms are taken in seeded order (Purpose::kAtoms).
+// Joins units (a sample each in `units`) into samples of the capacity. Atom a consists of
+// units_of[a] units; the first `num_shuffled` atoms are taken in seeded order (Purpose::kAtoms).
 template <typename Id, typename Length>
 Samples<Id, Length> reorder_atoms(const Samples<Id, Length>& units,
                                   const std::vector<std::int32_t>& units_of,
@@ -142,7 +142,7 @@ Samples<Id, Length> reorder_atoms(const Samples<Id, Length>& units,
     return out;
 }
 
-// Shuffles the atoms of a stream that is cut in units.
+// Shuffles the atoms of a stream that is cut into units.
 template <typename Id, typename Length>
 Samples<Id, Length> shuffle_atoms(const Samples<Id, Length>& stream, const AtomSize& sizes,
                                   const Run& run) {
@@ -157,7 +157,7 @@ Samples<Id, Length> shuffle_atoms(const Samples<Id, Length>& stream, const AtomS
     return reorder_atoms(stream, units, full, sizes, run);
 }
 
-// Cuts every document in units, a sample each, in the order of documents.
+// Cuts every document into units, one sample each, in document order.
 template <typename Id, typename Length>
 Samples<Id, Length> cut_in_units(const Documents<Id, Length>& documents, std::int64_t unit,
                                  const Run& run) {

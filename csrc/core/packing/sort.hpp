@@ -1,4 +1,4 @@
-// Documents cut at a capacity, their rests sorted by length (a stable counting sort).
+// Documents cut at a capacity, with their rests sorted by length (a stable counting sort).
 //
 // A document of `length` tokens consists of floor(length / capacity) full chunks, a sample each,
 // and a rest of length mod capacity tokens: the whole document if it is shorter than the capacity,
@@ -17,11 +17,11 @@ struct PlainCut {
 
     std::int64_t num_chunks(std::int64_t length) const { return length / capacity; }
     std::int64_t tail(std::int64_t length) const { return length % capacity; }
-    // Position in the document at which chunk k begins.
+    // Returns the position in the document at which chunk k begins.
     std::int64_t begin(std::int64_t /*length*/, std::int64_t k) const { return k * capacity; }
 };
 
-// Rests by length, equal lengths in order of documents. A tail is stored as ~document.
+// Rests by length; equal lengths in document order. A tail is stored as ~document.
 template <typename Id>
 struct SortedRests {
     Buffer<Id> ids;
@@ -124,7 +124,7 @@ class LengthSort {
     std::int64_t num_chunks_ = 0;
 };
 
-// Document and begin of the rest `id` (see SortedRests) of `length` tokens.
+// Document and start position of the rest `id` (see SortedRests) of `length` tokens.
 template <typename Id, typename Length>
 struct Rest {
     Id document;

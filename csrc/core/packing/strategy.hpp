@@ -1,7 +1,7 @@
 // The strategies of the core: the rules of each, and the samples that all of them return.
 //
 //     pad             a document per sample, the rest padding                  simple.cpp
-//     concat          documents joined to one stream, cut every capacity       simple.cpp
+//     concat          documents joined into one stream, cut every capacity     simple.cpp
 //     bucket_naive    concat per bucket (BucketLLM's "Naive Bucketing")        simple.cpp
 //     next_fit        a document that does not fit opens the next sample       simple.cpp
 //     length_sorted   next_fit from short to long documents                    simple.cpp
@@ -83,7 +83,7 @@ struct Samples {
         segment_length.truncate(segments);
         sample_segment_offsets[samples] = segments;
     }
-    // Drops the last sample of a packing with one bucket if it is not full.
+    // Drops the last sample if it is not full. The packing must have one bucket.
     void drop_partial_sample() {
         const std::int64_t last = num_samples() - 1;
         if (last < 0) return;
@@ -121,11 +121,11 @@ inline void check_extra_capacity(std::int64_t extra_capacity) {
           extra_capacity, " tokens; it must be from 0 to ", kMaxCapacity);
 }
 
-// Atom sizes (Chen et al. 2024, A.3): the corpus is cut in atoms of `atom_size` tokens, which are
-// shuffled and then merged (atom_size < capacity) or split (atom_size > capacity) to samples.
+// Atom sizes (Chen et al. 2024, A.3): the corpus is cut into atoms of `atom_size` tokens, which are
+// shuffled and then merged (atom_size < capacity) or split (atom_size > capacity) into samples.
 //
 // One of atom_size and capacity divides the other. The smaller one is a *unit*: atoms and samples
-// consist of units. With atom_size equal to capacity an atom is a sample and nothing is shuffled,
+// consist of units. If atom_size equals capacity, an atom is a sample and nothing is shuffled,
 // because the schedule decides the order of samples.
 struct AtomSize {
     std::int64_t capacity, atom_size;
@@ -171,15 +171,15 @@ struct LengthSortedRules {
     std::int64_t capacity;
 };
 
-// Dataset Decomposition (Pouransari et al. 2024): a document gives pieces of 2^k tokens, one per
-// binary digit of its length, largest first; the digits above the largest bucket become repeats of
-// it, the digits below the smallest are dropped. A piece is a sample.
+// Dataset Decomposition (Pouransari et al. 2024): a document is cut into pieces of 2^k tokens, one
+// per binary digit 1 of its length, largest first; the digits above the largest bucket become
+// repeats of it, the digits below the smallest are dropped. A piece is a sample.
 struct DecomposeRules {
     std::vector<std::int64_t> capacities;  // all powers of two from the smallest to the largest
 };
 
-// First fit takes the bin that was opened first among those that fit; best fit the one with the
-// least space, among equals the one that reached that space first.
+// First fit chooses the bin that was opened first among those that fit; best fit chooses the bin
+// with the least space and, among equals, the one that reached that space first.
 enum class Fit { kFirst, kBest };
 
 // A full chunk of a document is a sample. The rests go, from long to short, into bins of
@@ -190,7 +190,7 @@ struct FitRules {
     Fit fit = Fit::kFirst;
 };
 
-// Begins of the windows of a long document.
+// Start positions of the windows of a long document.
 //   kExact: evenly spread, no token lost.
 //   kPaper: equation 3 as printed, which may lose the end of the document.
 //   kPublished: the arithmetic of the authors' program.
@@ -225,14 +225,14 @@ struct GivenPattern {
 // need a single pool.
 //
 // `bucket_stream`: documents in shuffled order (Purpose::kDocuments) enter one pool; once it has
-// pool_size documents, one sample is packed after each; in the end the pool is packed completely. A
-// document longer than the largest bucket is cut there when it is the longest of the pool.
+// pool_size documents, one sample is packed after each; at the end the pool is packed completely. A
+// document longer than the largest bucket is cut to it when it is the longest of the pool.
 struct BucketRules {
     std::vector<std::int64_t> capacities;  // ascending
     Overflow overflow = Overflow::kPad;
     Ratio padding_threshold;        // as a share of the capacity
     bool pairs = false;             // BucketLLM's pair search (Algorithm 2, lines 6 to 12)
-    bool shuffle_segments = false;  // in seeded order (a head last), not longest first
+    bool shuffle_segments = false;  // segments in seeded order (a head last), not longest first
     // Average number of documents that are packed together; at least 1.
     std::int64_t pool_size = std::int64_t{1} << 20;
     // Most segments of a sample of the largest bucket; smaller buckets in proportion; 0: no limit.
@@ -284,7 +284,7 @@ MEGAPACK_DECLARE_STRATEGY(bucket_stream, BucketRules);
 // Result of stage one of Seamless Packing.
 struct StageOne {
     std::int64_t num_sliding = 0;   // documents covered by overlapping windows
-    std::int64_t short_tokens = 0;  // for stage two
+    std::int64_t short_tokens = 0;  // tokens left for stage two
     std::int64_t dropped_tokens = 0, repeated_tokens = 0;
 };
 

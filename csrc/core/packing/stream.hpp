@@ -1,4 +1,4 @@
-// Documents joined to a stream that is cut every `capacity` tokens: StreamCutter writes the
+// Documents joined into a stream that is cut every `capacity` tokens: StreamCutter writes the
 // segments, SegmentCounter counts them. Capacity 8, documents of 3, 9 and 4 tokens:
 //
 //     0 0 0 1 1 1 1 1 | 1 1 1 1 2 2 2 2   ->  4 segments, one cut inside document 1

@@ -187,13 +187,13 @@ bool Assignment::place_families() {
 bool Assignment::assign_greedily(bool by_tokens) {
     open_bins();
     if (!place_families()) return false;
-    std::vector<std::tuple<std::int64_t, std::int64_t, std::int64_t>> order;  // the item last
+    std::vector<std::tuple<std::int64_t, std::int64_t, std::int64_t>> order;  // keys, then item
     for (std::int64_t i = 0; i < items_.size(); ++i)
         if (items_.family[i] < 0)
             order.push_back({by_tokens ? 0 : -items_.largest_cost(i), -items_.tokens[i], i});
     std::sort(order.begin(), order.end());
     if (!by_tokens && items_.kinds > 1) {
-        // Of several kinds, every item prefers another bin: compare all bins.
+        // With several kinds of cost, items prefer different bins: compare all bins.
         for (const auto& [cost, tokens, item] : order) {
             std::int64_t to = kNone, least = 0;
             for (std::int64_t b = 0; b < num_bins(); ++b) {
@@ -224,7 +224,7 @@ bool Assignment::assign_greedily(bool by_tokens) {
     for (const auto& [cost, tokens, item] : order) {
         for (; !waiting.empty() && waiting.top().first >= -tokens; waiting.pop())
             least.push(entry(waiting.top().second));
-        std::vector<Entry> too_small;  // enough tokens are free, but a cap prevents the item
+        std::vector<Entry> too_small;  // enough tokens are free, but a cap excludes the item
         while (!least.empty() && !has_room(least.top().second, item)) {
             const std::int64_t b = least.top().second;
             const std::int64_t room = rules_.max_tokens - bins_[b].tokens;
@@ -253,7 +253,7 @@ bool Assignment::assign_best_fit() {
         if (items_.family[i] < 0) order.push_back(i);
     std::stable_sort(order.begin(), order.end(),
                      [&](auto a, auto b) { return items_.tokens[a] > items_.tokens[b]; });
-    std::set<Entry> fullest;  // by falling tokens
+    std::set<Entry> fullest;  // in order of falling tokens
     for (std::int64_t b = 0; b < num_bins(); ++b) fullest.emplace(-bins_[b].tokens, b);
     for (const std::int64_t item : order) {
         auto at = fullest.lower_bound({items_.tokens[item] - rules_.max_tokens, 0});
@@ -268,7 +268,7 @@ bool Assignment::assign_best_fit() {
     return true;
 }
 
-// Takes the cheapest item that fits from the bin with the most work that has several.
+// Moves to each empty bin the cheapest item that fits, from the busiest bin with several items.
 void Assignment::fill_empty_bins() {
     std::vector<std::int64_t> empty;
     for (std::int64_t b = 0; b < num_bins(); ++b)

@@ -14,12 +14,12 @@ namespace {
 
 constexpr std::int64_t kNone = -1;
 
-// Searches without an improvement after which the search ends.
+// The search ends after this many attempts without an improvement.
 constexpr std::int64_t kMostFailures = 256;
 
 // Local search. The members of a barrier wait for its busiest one: members are the bins of a micro
 // batch (kMicroBatches), all bins (kPipeline), or the ranks with their work in the step (kStep).
-// The sum over barriers of the busiest member is a path; every kind of cost has one.
+// A path is the sum over barriers of the busiest member's cost; every kind of cost has one.
 class Exchange {
   public:
     // `ceilings`: largest cost of a rank per micro batch and kind; empty: no limit.
@@ -42,7 +42,7 @@ class Exchange {
 
     std::int64_t budget() const { return budget_; }
 
-    // Returns the longest path; the sum of the paths decides between equal ones.
+    // Returns what the search minimizes: 8 times the longest path plus the sum of all paths.
     std::int64_t objective() const {
         return 8 * *std::max_element(paths_.begin(), paths_.end()) +
                std::accumulate(paths_.begin(), paths_.end(), std::int64_t{0});
@@ -123,7 +123,7 @@ class Exchange {
     std::int64_t barrier_of(std::int64_t member) const {
         return ssize(barriers_) == 1 ? 0 : bins_[member].micro_batch;
     }
-    // Cost of a bin per rank.
+    // Returns the cost of a bin per rank.
     std::int64_t share(std::int64_t b, std::int64_t k) const {
         return assignment_.cost(b)[k] / bins_[b].degree;
     }
@@ -147,7 +147,7 @@ class Exchange {
         }
     }
 
-    // Weights paths by the 32nd power of their share of the longest one, at least by 1/16.
+    // Sets the weight of each path to (path / longest path)^32, but to at least 1/16.
     void weigh() {
         constexpr std::int64_t kOne = std::int64_t{1} << 8;
         const std::int64_t longest =
@@ -203,8 +203,8 @@ class Exchange {
         partners_.resize(most);
     }
 
-    // Cost of a kind: of two bins, of the busiest other member and of the busiest member at the
-    // barrier of each.
+    // Costs of one kind for the two bins of an exchange: of each bin and, at its barrier, of the
+    // busiest other member and of the busiest member.
     struct Sides {
         std::int64_t giver, taker, giver_others, taker_others, giver_top, taker_top;
     };
@@ -250,7 +250,7 @@ class Exchange {
             evaluate_items<0>(from, to, same, focus, best);
     }
 
-    // Evaluates the exchange of every item of one bin for every item of the other, and for none.
+    // Evaluates the exchange of every item of one bin for every item of the other, and for no item.
     // `Kinds`: number of kinds, if known at compile time, else 0.
     template <std::int64_t Kinds>
     void evaluate_items(std::int64_t from, std::int64_t to, bool same, std::int64_t focus,
@@ -273,8 +273,8 @@ class Exchange {
         }
     }
 
-    // Returns by how much the weighted paths get shorter. If several members of a barrier are the
-    // busiest, an exchange pays that makes one of them less busy.
+    // Returns by how much the weighted paths get shorter. If several members of a barrier are
+    // equally busiest, an exchange that makes one of them less busy counts as a gain.
     template <std::int64_t Kinds>
     std::int64_t gain_of(std::int64_t item, std::int64_t other, std::int64_t giver_shift,
                          std::int64_t taker_shift, bool same, std::int64_t focus) const {
@@ -396,7 +396,7 @@ class Exchange {
     std::vector<std::int64_t> paths_, weights_;       // per kind
     std::vector<std::int64_t> shift_;                 // per bin: log2 of its degree
     std::vector<std::int64_t> begin_;                 // per micro batch: its first bin
-    std::vector<std::int64_t> cost_;                  // per member and kind, of one rank
+    std::vector<std::int64_t> cost_;                  // per member and kind: cost of one rank
     std::vector<std::vector<std::int64_t>> bins_of_;  // per rank
     std::vector<std::int64_t> partners_;
     std::vector<Sides> sides_;  // per kind
@@ -421,8 +421,8 @@ std::pair<std::int64_t, std::int64_t> descend(Assignment& assignment, std::int64
 }
 
 // Empties a few bins and assigns their items again, in random order, to bins with room: half of
-// them to the one with the least work. Returns false if no bin has room. Reads `chance` from `word`
-// on.
+// them to the one with the least work. Returns false if no bin has room. Draws random words of
+// `chance` from number `word` on and advances it.
 bool perturb(Assignment& assignment, const Random& chance, std::uint64_t& word) {
     const std::int64_t num_bins = assignment.num_bins();
     std::vector<std::int32_t> removed;

@@ -41,7 +41,7 @@ std::vector<Document> longest_first(const Items& items, const StepRules& rules) 
 // Groups of ranks as bins of an assignment.
 class Groups {
   public:
-    // `mean_tokens`: tokens of a rank in a micro batch if all hold equally many.
+    // `mean_tokens`: tokens of a rank in a micro batch if all ranks have the same number.
     Groups(Assignment& assignment, std::int64_t mean_tokens)
         : assignment_(assignment),
           mean_tokens_(mean_tokens),
@@ -71,7 +71,7 @@ class Groups {
         next_rank_[micro_batch] += degree;
     }
 
-    // Free tokens of a group; 0 if it has the most documents.
+    // Returns the free tokens of a group; 0 if it has the maximum number of documents.
     std::int64_t room(std::int64_t g) const {
         const Bin& group = (*this)[g];
         const bool full = group.documents == rules().max_documents;
@@ -80,7 +80,7 @@ class Groups {
     bool has_room(std::int64_t g, const Document& document) const {
         return assignment_.has_room(g, document.id);
     }
-    // Tokens that a group lacks to `per_rank` tokens per rank; negative if it has more.
+    // Returns the tokens that a group lacks to reach `per_rank` per rank; negative if it has more.
     std::int64_t missing(std::int64_t g, std::int64_t per_rank) const {
         return (*this)[g].degree * per_rank - (*this)[g].tokens;
     }
@@ -111,8 +111,8 @@ class MicroBatch {
           first_group_(groups.size()),
           initial_wish_(mean_squares / groups.mean_tokens()) {}
 
-    // Places a document in the group that wants the longest documents (see update), or opens a
-    // group. Returns false without room.
+    // Places a document in the group with the largest `wish` (see update), or opens a group.
+    // Returns false if there is no room.
     bool place(const Document& document) {
         const std::int64_t degree = degree_of(document);
         std::int64_t best = kNone, most = std::numeric_limits<std::int64_t>::min();
@@ -134,7 +134,7 @@ class MicroBatch {
         return true;
     }
 
-    // True if a document of this length may fit.
+    // Returns true if a document of this length may fit.
     bool has_room(std::int64_t length) const {
         const auto fits = [&](const State& state) { return state.room >= length; };
         return groups_.free_ranks(number_) > 0 || std::any_of(state_.begin(), state_.end(), fits);
@@ -326,7 +326,7 @@ Document Pool::take(std::int64_t kind) {
     return document;
 }
 
-// Places each document in the group whose ranks lack most tokens; returns false without room.
+// Places each document in the group whose ranks lack most tokens; returns false if one cannot fit.
 bool assign_to_emptiest(Groups& groups, Span<const Document> documents) {
     using Entry = std::pair<std::int64_t, std::int64_t>;  // tokens missing per rank, -group
     const auto entry = [&](std::int64_t g) {
@@ -335,7 +335,7 @@ bool assign_to_emptiest(Groups& groups, Span<const Document> documents) {
     std::vector<Entry> entries;
     for (std::int64_t g = 0; g < groups.size(); ++g) entries.push_back(entry(g));
     std::priority_queue<Entry> emptiest(entries.begin(), entries.end());
-    std::vector<Entry> skipped;  // without room for the document
+    std::vector<Entry> skipped;  // groups without room for the document
     for (const Document& document : documents) {
         while (!emptiest.empty() && !groups.has_room(-emptiest.top().second, document)) {
             skipped.push_back(emptiest.top());
@@ -378,8 +378,8 @@ bool assign_short(Groups& groups, const std::vector<Document>& documents) {
     const std::int64_t size = ssize(documents), kept = std::min(size, 3 * groups.size() + 1024);
     if (!assign_to_emptiest(groups, {documents.data(), size - kept})) return false;
 
-    // Groups that lack least come first, because they can be filled in the fewest ways. Free room
-    // then remains in the last groups.
+    // Fill groups that lack the fewest tokens first, because they can be filled in the fewest ways.
+    // Free room then remains in the last groups.
     std::vector<std::pair<std::int64_t, std::int64_t>> order;
     for (std::int64_t g = 0; g < groups.size(); ++g)
         order.push_back({groups.missing(g, groups.mean_tokens()) / groups[g].degree, g});
@@ -412,7 +412,7 @@ bool assign_shared(Assignment& assignment) {
     std::int64_t tokens = 0;
     for (const Document& document : documents) tokens += document.length;
     const std::int64_t places = assignment.num_micro_batches() * rules.num_ranks;
-    // A quarter of the tokens counts as short; if that does not fill the groups, all of them.
+    // Treat a quarter of the tokens as short; if that does not fill the groups, treat all as short.
     for (const std::int64_t share : {tokens - tokens / 4, std::int64_t{0}}) {
         for (std::int64_t least = 1; least <= rules.max_context_parallel_size; least *= 2) {
             Groups groups(assignment, (tokens + places - 1) / places);

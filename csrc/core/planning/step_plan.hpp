@@ -10,18 +10,18 @@
 
 namespace megapack {
 
-// When ranks wait for each other; this decides what to minimize. The work of a rank is the largest
-// of its costs, each as a share of the cost of all ranks.
+// When ranks wait for each other, which determines what to minimize. The work of a rank is the
+// largest of its costs, each as a share of the cost of all ranks.
 enum class Balance {
-    kMicroBatches,  // after every micro batch: the sum over micro batches of the busiest rank
+    kMicroBatches,  // after every micro batch: sum over micro batches of the busiest rank's work
     kStep,          // once per step: the busiest rank of the step
     kPipeline,      // micro batches form a pipeline: the largest (rank, micro batch)
 };
 
 struct StepRules {
     std::int64_t num_ranks;
-    std::int64_t max_tokens;     // of a rank in a micro batch
-    std::int64_t max_documents;  // of a rank in a micro batch, including shared ones
+    std::int64_t max_tokens;     // per rank and micro batch
+    std::int64_t max_documents;  // per rank and micro batch, including shared ones
     // Most ranks that share a document: a power of two, at most num_ranks.
     std::int64_t max_context_parallel_size;
     // Length at which attention costs as much as the linear layers; 0: only attention counts.
@@ -44,8 +44,8 @@ struct GivenCosts {
 
 // Assigns the documents of a step to the fewest micro batches for which it finds an assignment,
 // starting with the number that tokens, documents and capped costs need. No (rank, micro batch) is
-// empty if there are documents for all. Of several kinds of cost, the longest critical path counts,
-// each in units of its lower bound.
+// empty if there are documents for all. With several kinds of cost, minimizes the longest critical
+// path, each measured in units of its lower bound.
 //
 // groups: a number per document. One rank holds all documents with the same number, in one micro
 // batch if they fit; with max_context_parallel_size above 1, as many ranks as necessary share them

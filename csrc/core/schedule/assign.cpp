@@ -85,7 +85,8 @@ class Assigner {
                 return std::lower_bound(candidates.begin(), candidates.end(), Entry{cost, 0});
             };
             for (std::int64_t i = 0; i < ssize(bins_[from]); ++i) {
-                // Try the costs next to the one that would move half; of equal ones the first item.
+                // Try the costs just below and above the ideal one, which would move half of the
+                // difference; of equal costs the first item.
                 const std::int64_t given = cost(bins_[from][i]);
                 const auto above = first_from(given - half);
                 Entry least{best, 0};  // the larger total, j

@@ -10,11 +10,11 @@
 
 namespace megapack {
 
-// Assigns items of costs[i] >= 0 to bins of given sizes so that the largest total is small: longest
-// first to the least loaded bin with room (LPT), then exchanges between the fullest bin and others
-// while they help. Returns the items bin by bin, each bin in order of falling cost. Deterministic:
-// ties go to the smaller item, then to the smaller bin. Throws std::invalid_argument unless the
-// sizes sum to the number of items.
+// Assigns items of costs[i] >= 0 to bins of given sizes so that the largest total is small:
+// costliest first to the least loaded bin with room (LPT), then exchanges between the fullest bin
+// and others while they help. Returns the items bin by bin, each bin in order of falling cost.
+// Deterministic: ties go to the smaller item, then to the smaller bin. Throws std::invalid_argument
+// unless the sizes sum to the number of items.
 std::vector<std::int64_t> assign_evenly(Span<const std::int64_t> costs,
                                         Span<const std::int64_t> bin_sizes);
 

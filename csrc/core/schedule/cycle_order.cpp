@@ -27,7 +27,7 @@ double double_of(std::uint64_t bits) {
 
 }  // namespace
 
-// Iterates over positions, from any one on.
+// Iterates over positions, starting at any position.
 class CycleOrder::Merge {
   public:
     Merge(const CycleOrder& order, std::int64_t position) : order_(order) {
@@ -49,7 +49,7 @@ class CycleOrder::Merge {
             position_ += ranks_.back();
         }
         for (std::int64_t b = 0; b < ssize(ranks_); ++b) next_.push_back(time_of_next(b));
-        while (position_ < position) advance();  // several draws at the same time
+        while (position_ < position) advance();  // several draws have the same time
     }
 
     const std::vector<std::int64_t>& ranks() const { return ranks_; }

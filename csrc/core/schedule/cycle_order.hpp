@@ -38,7 +38,7 @@ class CycleOrder {
     std::vector<std::int64_t> counts(std::int64_t end) const;
     // Returns the buckets of positions [begin, end).
     std::vector<std::int32_t> range(std::int64_t begin, std::int64_t end) const;
-    // Draw at a position: its bucket, and how often that bucket was drawn before.
+    // The draw at a position: its bucket, and how often that bucket was drawn before.
     struct Draw {
         std::int64_t bucket;
         std::int64_t rank;

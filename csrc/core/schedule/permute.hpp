@@ -1,4 +1,4 @@
-// Permutations of which any part is computed without storing the whole.
+// Permutations; any part is computed without storing the whole.
 //
 //     permute_range(key, 1000000, 5, out)  ->  out = elements 5, 6, ... of a shuffled [0, 1000000)
 #pragma once
@@ -13,8 +13,8 @@ namespace megapack {
 //
 // Small sizes are shuffled (Fisher and Yates): every order is equally likely. Larger ones use an
 // alternating Feistel network on the bits of size - 1, applied again while the result is outside
-// [0, size) (cycle walking, Black and Rogaway: Ciphers with Arbitrary Finite Domains, CT-RSA 2002),
-// less than twice on average.
+// [0, size) (cycle walking, Black and Rogaway: Ciphers with Arbitrary Finite Domains, CT-RSA 2002);
+// on average less than two applications.
 void permute_range(std::uint64_t key, std::int64_t size, std::int64_t first,
                    Span<std::int64_t> out);
 

@@ -28,7 +28,7 @@ void copy_out(const std::uint8_t* from, std::int64_t count, Span<T> out) {
     if (count > 0) std::memcpy(out.data(), from, count * sizeof(T));
 }
 
-// Returns bytes as text, '.' for the unprintable ones: a message shows a wrong magic.
+// Returns bytes as text with '.' for unprintable ones, to show a wrong magic in a message.
 std::string printable(Span<const std::uint8_t> bytes) {
     std::string text;
     for (const std::uint8_t c : bytes) text += c >= 32 && c < 127 ? static_cast<char>(c) : '.';
@@ -52,7 +52,7 @@ std::int64_t end_of_sequence(const IndexView& index, std::int64_t sequence, std:
     return end;
 }
 
-// Returns the tokens of sequences [begin, end).
+// Returns the number of tokens in sequences [begin, end).
 std::int64_t sum_lengths(const IndexView& index, std::int64_t begin, std::int64_t end) {
     std::int64_t sum = 0;
     for (std::int64_t i = begin; i < end; ++i) {

@@ -43,7 +43,7 @@ struct IndexHeader {
 };
 
 // Reads the header from `bytes`, which may be only the beginning of a file of `file_bytes`. Throws
-// FormatError unless the arrays fit into the file. `name`: of the file, for messages.
+// FormatError unless the arrays fit into the file. `name`: the file's name in messages.
 IndexHeader parse_index_header(Span<const std::uint8_t> bytes, std::int64_t file_bytes,
                                const std::string& name);
 
@@ -65,9 +65,9 @@ class IndexView {
     std::int64_t document_index(std::int64_t i) const;  // i <= num_documents
     const std::uint8_t* at(std::int64_t byte) const { return bytes_.data() + byte; }
 
-    // Check the blocks of numbers before they are used; FormatError if one is damaged. Blocks of:
-    // the range of a document; sequences [first, last) and the neighbors that check_sequences
-    // reads; the whole file.
+    // Check blocks before their numbers are used; throw FormatError if one is damaged. In order,
+    // they check the blocks of a document's range, of sequences [first, last) and the neighbors
+    // that check_sequences reads, and of the whole file.
     void require_document(std::int64_t document) const {
         if (is_checked() && !header_.lacks_document_indices())
             require(header_.document_indices_at(), 8, document, document + 2);
@@ -104,7 +104,7 @@ void copy_document_indices(const IndexView& index, Span<std::int64_t> out);
 // [begin, end). Throws FormatError for the first violation.
 std::pair<std::int64_t, std::int64_t> check_sequences(const IndexView& index, std::int64_t first,
                                                       std::int64_t last, std::int64_t itemsize);
-// Checks that documents begin at 0, never go back and end at num_sequences; FormatError.
+// Throws FormatError unless documents begin at 0, never descend and end at num_sequences.
 void check_document_indices(const IndexView& index);
 
 // Returns true if document d is sequence d, as in all corpora that are not split into sentences.

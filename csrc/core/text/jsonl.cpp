@@ -42,7 +42,7 @@ bool is_digit(std::uint8_t c) {
 
 constexpr std::size_t kSlack = 8;  // plain runs are copied eight bytes at a time
 
-// Reads JSON value by value without building a tree. Every method moves `p_` behind what it read
+// Reads JSON value by value without building a tree. Every method moves `p_` past what it read
 // and returns false for invalid JSON.
 class JsonReader {
   public:
@@ -93,7 +93,7 @@ class JsonReader {
         }
     }
 
-    // Reads a string behind its opening quote. With kCopy, unescapes it to `out`.
+    // Reads a string after its opening quote. With kCopy, unescapes it to `out`.
     template <bool kCopy>
     bool string(std::uint8_t* out, std::size_t* written) {
         std::uint8_t* const begin = out;
@@ -247,8 +247,8 @@ class LineParser : JsonReader {
     }
 
   private:
-    // Looks for the member with the whole key; without it, for the part of the key after its first
-    // dot in the member with the part before.
+    // Looks for the member named by the whole key. If there is none, splits the key at its first
+    // dot and looks for the second part inside the member named by the first.
     bool object(std::string_view key, std::uint8_t* out, std::size_t* written, LineStatus* status) {
         *status = LineStatus::missing_key;
         ++p_;
