@@ -1,7 +1,7 @@
-"""SampleIndex and documents in, batches out: schedule, sampler, gather, loader.
+"""Schedule, sampler, gather and loader: turn a SampleIndex and documents into batches.
 
-Batches need torch; what reads a run's configuration and decides its order does not. So every name
-is imported on first use: a wrong configuration is refused before torch is imported.
+Batches need torch, but code that reads a run's configuration and computes its order does not. So
+every name is imported on first use: a wrong configuration fails before torch is imported.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # the public names and where they live: read by type checkers, and below
+if TYPE_CHECKING:  # public names and their modules, for type checkers and the code below
     from megapack.data.batch import Batch as Batch
     from megapack.data.batch import BatchLayout as BatchLayout
     from megapack.data.batch import MicroBatch as MicroBatch
@@ -43,7 +43,7 @@ if TYPE_CHECKING:  # the public names and where they live: read by type checkers
     from megapack.data.steps import ORDERS as ORDERS
     from megapack.data.steps import ScheduleConfig as ScheduleConfig
 
-_HOME = {  # public name -> the module that has it
+_HOME = {  # public name -> module that defines it
     name.name: node.module
     for node in ast.walk(ast.parse(Path(__file__).read_text(encoding="utf-8")))
     if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megapack.data.")

@@ -48,9 +48,9 @@ class Imbalance(NamedTuple):
     """Largest over mean attention work of the ranks; 1.0 is perfect."""
 
     attention: float
-    """As assigned."""
+    """Imbalance of the actual assignment."""
     attention_in_order: float
-    """If the samples were assigned in the order of the schedule."""
+    """Imbalance if the samples were assigned in schedule order."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,14 +60,14 @@ class MicroBatch:
     It is also a sequence of sample ids, as torch's DataLoader expects from a batch sampler.
 
     Attributes:
-        sample_ids: (samples,) int64, global ids; fewer than fit with ``pad_last``.
+        sample_ids: (samples,) int64, global ids; may be fewer than fit with ``pad_last``.
         capacity: tokens per sample.
         bucket: number of the bucket.
-        step, micro_step, num_micro_steps: position in the run; micro steps count from 0.
+        step, micro_step, num_micro_steps: position in the run; micro steps are numbered from 0.
         num_step_label_tokens: tokens with a label in the whole step, over all ranks.
-        imbalance: of attention work over the ranks, for this draw.
+        imbalance: imbalance of attention work over the ranks, for this draw.
         source: (samples,) int64, number of the source (dataset) of every sample.
-        view: requirements of the step on these samples.
+        view: what the step requires of these samples.
         step_label_weight: divisor of the sum of losses times loss masks: the sum of the loss mask
             over the whole step and all ranks; None: ``num_step_label_tokens``.
         sequence_parallel_size: number of ranks that share this micro batch.
@@ -121,8 +121,8 @@ class BatchLayout:
             (``ScheduleConfig.row_tokens``); None: the capacity, one sample per row. With a fixed
             number, rows have the same shape in all buckets.
         cu_seqlens: ``exact``, or ``padded`` with their last value to a fixed number of entries.
-        num_cu_seqlens: that number; None: enough for every micro batch of the bucket.
-        cu_seqlens_per_row: (rows, entries), counted from the begin of the row (as in Megatron),
+        num_cu_seqlens: number of entries; None: enough for every micro batch of the bucket.
+        cu_seqlens_per_row: one list per row (rows, entries) that starts at 0 (as in Megatron),
             instead of one list over all rows.
     """
 
@@ -166,9 +166,9 @@ class BatchLayout:
         """Return the most entries of a list of cu_seqlens of any micro batch of a bucket.
 
         Args:
-            indices: of all sources, with or without this bucket.
-            capacity: of the bucket, tokens.
-            whole: samples are one segment each.
+            indices: indices of all sources, with or without this bucket.
+            capacity: capacity of the bucket, tokens.
+            whole: True if each sample is one segment.
         """
         rows, row = self.rows(capacity)
         slots = row // capacity * (1 if self.cu_seqlens_per_row else rows)
@@ -190,7 +190,7 @@ class BatchLayout:
 def slot_tokens(capacity: int, row_tokens: int, alignment: int = 1) -> list[int]:
     """Return the tokens of the slots of a row; every slot begins with one sample.
 
-    Slots are equal, and the last one has the remainder, as in ``csrc/core/gather/plan.cpp``.
+    Slots are equal, but the last one also has the remainder, as in ``csrc/core/gather/plan.cpp``.
     """
     slots = row_tokens // capacity
     slot = row_tokens // slots // alignment * alignment
@@ -203,9 +203,9 @@ def longest_position(
     """Return the most positions of a segment or of padding, tokens: the largest position id plus 1.
 
     Args:
-        indices: of all sources.
-        positions: as of ``PackedDataset``.
-        row_tokens: as of ``BatchLayout``.
+        indices: indices of all sources.
+        positions: see ``PackedDataset``.
+        row_tokens: see ``BatchLayout``.
     """
     longest = 0
     for index in indices:
@@ -231,16 +231,16 @@ class Bounds(NamedTuple):
 
 
 def cut_bounds(bounds: Bounds, window: int, *, num_rows: int = 1, entries: int = 0) -> Bounds:
-    """Return the boundaries of segments cut at multiples of a window from their begin.
+    """Return the boundaries of segments cut at multiples of a window from their start.
 
     Args:
-        bounds: of whole segments.
+        bounds: boundaries of whole segments.
         window: tokens, at least 1; a multiple of the alignment.
         num_rows: number of lists in cu_seqlens, of equal length.
-        entries: fill every list with its last value to so many; 0: to the longest list.
+        entries: repeat the last value of every list up to this length; 0: the longest list's.
 
     Raises:
-        ValueError: a list has more than ``entries``, or the window is not positive.
+        ValueError: if a list has more than ``entries``, or the window is not positive.
     """
     check_positive("micro batch", attention_window=window)
     lengths = np.diff(bounds.cu_seqlens.reshape(num_rows, -1)).astype(np.int64)
@@ -253,7 +253,7 @@ def cut_bounds(bounds: Bounds, window: int, *, num_rows: int = 1, entries: int =
     segment = np.repeat(np.arange(len(counts)), counts)
     piece = _within_groups(counts)
     begin = piece * window
-    # The last piece of a segment has its padding.
+    # The last piece of a segment includes the segment's padding.
     is_last = piece == counts[segment] - 1
     padded_piece = np.where(is_last, padded_lengths[segment] - begin, window)
     per_list = np.bincount(row[segment], minlength=num_rows)
@@ -294,7 +294,7 @@ def cut_slice(batch: Batch, rank: int, size: int) -> Batch:
 
     Args:
         batch: a stream; its tokens divide by ``size``.
-        rank, size: of the group.
+        rank, size: rank in the group, and size of the group.
 
     Returns:
         ``tokens``, ``labels``, ``loss_mask`` and ``position_ids`` as (1, tokens / size); cu_seqlens
@@ -317,12 +317,12 @@ def segment_ids(cu_seqlens: torch.Tensor, num_tokens: int) -> torch.Tensor:
     """Return the number of the segment of every token.
 
     Args:
-        cu_seqlens: int32 (entries,), or (rows, entries) counted from each row's begin; repeated
+        cu_seqlens: int32 (entries,), or (rows, entries) with positions in each row; repeated
             last values are ignored.
         num_tokens: tokens of the stream, or of a row.
 
     Returns:
-        int32 (num_tokens,) or (rows, num_tokens), counted from 0 in every row.
+        int32 (num_tokens,) or (rows, num_tokens), numbered from 0 in every row.
     """
     positions = torch.arange(num_tokens, dtype=torch.int32, device=cu_seqlens.device)
     ends = cu_seqlens[..., 1:].contiguous()
@@ -334,7 +334,7 @@ def block_diagonal_mask(segments: torch.Tensor, *, causal: bool = True) -> torch
     """Return a dense mask that limits attention to segments.
 
     Args:
-        segments: of ``segment_ids``, (tokens,) or (rows, tokens).
+        segments: result of ``segment_ids``, (tokens,) or (rows, tokens).
         causal: limit attention to the token itself and earlier ones.
 
     Returns:
@@ -353,8 +353,8 @@ def flex_block_mask(segments: torch.Tensor, *, causal: bool = True, **options: A
     """Return the same mask as a BlockMask of ``torch.nn.attention.flex_attention``.
 
     Args:
-        segments, causal: of ``block_diagonal_mask``.
-        **options: of ``create_block_mask``, such as ``BLOCK_SIZE``.
+        segments, causal: see ``block_diagonal_mask``.
+        **options: options of ``create_block_mask``, such as ``BLOCK_SIZE``.
     """
     from torch.nn.attention.flex_attention import create_block_mask  # noqa: PLC0415 (torch >= 2.5)
 
@@ -381,7 +381,7 @@ class Buffers(dict[str, torch.Tensor]):
         self._shaped: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}
 
     def shaped(self, shape: tuple[int, int]) -> dict[str, torch.Tensor]:
-        """Return views of that shape."""
+        """Return views of the given shape."""
         if shape not in self._shaped:
             self._shaped[shape] = {
                 name: tensor if tensor.shape == shape else tensor.view(shape)
@@ -409,7 +409,7 @@ class ReusedBuffers:
         self._pool = _core.MemoryPool(self.MAX_BLOCKS)
 
     def take(self, rows: int, row_tokens: int) -> Buffers:
-        """Return buffers of that shape, not cleared."""
+        """Return buffers of the given shape, not cleared."""
         num_tokens = rows * row_tokens
         arrays, begin = {}, 0
         block = self._pool.take(num_tokens * sum(d.itemsize for d in _NUMPY.values()))

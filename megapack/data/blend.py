@@ -12,7 +12,7 @@
       - {name: math, index: math.shards.json, weight: 0.1}      # many datasets as one source
       - {name: late, prefix: late/docs, index: late/docs.samples, weight: 0}  # see stages
     max_epochs: 4                  # a run that repeats a source more often is refused, unless
-    run_tokens: 10_000_000_000     # its weight is lowered to last for so many tokens
+    run_tokens: 10_000_000_000     # its weight is lowered to last for this many tokens
     attention_window: 2048
     fim: {rate: 0.5, sentinels: {prefix: 7, suffix: 8, middle: 9}}     # fill-in-the-middle
     stages:
@@ -56,17 +56,17 @@ class Source:
     """Path of the .bin/.idx pair, without the ending; None: a shard manifest names the pairs."""
     index: str | None = None
     """Path of its .samples, or of a shard manifest (many datasets, packed by one
-    ``megapack-build pack``); None, for hosts that pack: by the manifest's strategy."""
+    ``megapack-build pack``); None: a host packs it by the manifest's strategy."""
     shards: tuple[int, ...] | None = None
-    """Shards ``[first, last)`` of a shard manifest, so that shards added later can be another
-    source; None: all."""
+    """Shards ``[first, last)`` of a shard manifest, so that shards added later can be a
+    separate source; None: all."""
     weight: float | None = None
     """Share of the tokens seen in training; None for all sources: by their sizes. 0: not drawn
     until a stage gives the source another weight."""
     max_epochs: float | None = None
-    """``BlendConfig.max_epochs`` of this source; None: that of the manifest."""
+    """``max_epochs`` of this source; None: ``BlendConfig.max_epochs``."""
     name: str | None = None
-    """For stages and reports; None: the prefix, or the shard manifest."""
+    """Name in stages and reports; None: the prefix, or the shard manifest."""
     labels: str = "auto"
     """Prefix of a label dataset, one label per token, -100 for no loss. ``auto``: <prefix>.labels
     if that exists; ``none``: every token has its label."""
@@ -83,9 +83,9 @@ class Source:
     """Held-out documents of the same kind, for ``launch/``, which reports their loss separately.
     Hosts have their own validation data."""
     valid_index: str | None = None
-    """Their .samples; None: packed on the fly."""
+    """Path of their .samples; None: packed on the fly."""
     scores: str | None = None
-    """A .npy of one number per document, by which every epoch is ordered instead of shuffled
+    """A .npy with one number per document; every epoch is ordered by it, not shuffled
     (``megapack.data.sample_order``)."""
     score_order: Literal["ascending", "descending"] = "ascending"
     """Lowest or highest scores first."""
@@ -127,17 +127,17 @@ class Source:
 
     @property
     def title(self) -> str:
-        """Its name in stages and reports."""
+        """Name of the source in stages and reports."""
         return self.name or self.prefix or str(self.index)
 
     def open_index(self) -> SourceIndex:
-        """Return its samples. Raises as ``load_index`` does."""
+        """Return its samples. Raises the errors of ``load_index``."""
         assert self.index is not None
         return load_index(self.index, self.shards)
 
     @property
     def by_score(self) -> Scores | None:
-        """Its order by score, if it has one."""
+        """Order by score; None if it has no scores."""
         return None if self.scores is None else Scores(path=self.scores, order=self.score_order)
 
 
@@ -149,7 +149,7 @@ class Ramp:
     (linear) or (1 - cos(pi x)) / 2 (cosine). The ramp consists of pieces of equal length, each a
     stage with an exact blend; its shares are the means of a + (b - a) f over its steps.
 
-    At the end of every piece the blend has followed f. Between two ends it differs by at most
+    At the end of every piece the tokens drawn match f. Between two ends they differ by at most
     |b - a| n / (8 pieces^2) steps' worth of tokens (linear; pi / 2 times that for cosine), since
     the integral of a function of slope s and mean 0 over a length h is at most s h^2 / 8. With 32
     pieces that is |b - a| n / 8192, plus the 1.69 samples per bucket of every stage.
@@ -172,10 +172,10 @@ class Ramp:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """Changes from a step on; only its begin is required."""
+    """Changes from a step on; only the first step is required."""
 
     from_step: int | None = None
-    """First step of the stage, counted from the beginning of the run."""
+    """First step of the stage, numbered from the start of the run."""
     from_tokens: int | None = None
     """Instead of from_step: number of tokens before that step, with padding."""
     weights: dict[str, float] | None = None
@@ -185,7 +185,7 @@ class Stage:
     order: str | None = None
     """Order of the buckets."""
     num_cycles: int | None = None
-    """Cycles of the order per epoch; None with another order: that order's default."""
+    """Cycles of the order per epoch; None with a different order: that order's default."""
     mix: Literal["step", "micro_step"] | None = None
     """One bucket per optimizer step, or one per ``micro_step_tokens``."""
     micro_step_tokens: int | None = None
@@ -204,10 +204,10 @@ class Stage:
     fim_rates: dict[str, float] | None = None
     """Source name -> ``Source.fim_rate``; other sources keep theirs."""
     attention_window: int | None = None
-    """Attention is limited to pieces of so many tokens of a segment (``Window``); 0: to segments,
-    as without a window."""
+    """Limits attention to pieces of this many tokens of a segment (``Window``); 0: no window,
+    attention is limited to segments."""
     window_steps: int = 0
-    """Number of steps in which the window changes linearly from the former one to this one."""
+    """Number of steps in which the window changes linearly from the previous window to this one."""
 
     def __post_init__(self) -> None:
         if (self.from_step is None) == (self.from_tokens is None):
@@ -229,10 +229,10 @@ class Stage:
             raise ConfigError(f"{self} has a ramp and no weights; give the weights at its end")
 
     def window_after(self, before: Window | None, begin: int) -> Window | None:
-        """Return the attention window from the stage's first step on; ``before``: the former one.
+        """Return the attention window from the stage's first step on; ``before``: previous window.
 
         Raises:
-            ConfigError: a window cannot grow from none.
+            ConfigError: if the window would have to grow from no window.
         """
         if self.attention_window is None:
             return before
@@ -260,21 +260,21 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class BlendConfig:
-    """Sources of a run, limits of their repeats, and stages."""
+    """Sources of a run, limits on their epochs, and stages."""
 
     sources: tuple[Source, ...]
     """One entry per dataset."""
     max_epochs: float | None = None
-    """Most epochs of a source; a run with more is refused. None: no limit. With ``run_tokens`` the
-    weights of sources at their limit are lowered instead, in favor of the others."""
+    """Most epochs of a source; a run with more is refused. None: no limit. With ``run_tokens``,
+    the weights of sources at their limit are lowered instead, in favor of the others."""
     run_tokens: int | None = None
     """Tokens of the whole run, steps x tokens_per_step, for which weights keep to ``max_epochs``
-    (``megapack.data.program.within_epochs``); with equal weights this is UniMax. Later tokens have
-    the written weights."""
+    (``megapack.data.program.within_epochs``); with equal weights this is UniMax. Later tokens use
+    the weights as written."""
     stages: tuple[Stage, ...] = ()
     """Changes at later steps, in order."""
     attention_window: int | None = None
-    """Limits attention to pieces of so many tokens of a segment, up to the first stage with another
+    """Limits attention to pieces of this many tokens of a segment, up to the first stage with a new
     window (``megapack.data.stage_settings.Window``). None: to segments."""
     fim: FimConfig | None = None
     """Fill-in-the-middle (``megapack.data.fim``). None: off."""
@@ -339,36 +339,36 @@ class Mixture:
 
     weights: Sequence[float | None] | None = None
     """Shares of tokens; None: in proportion to the tokens. A source of weight 0 is not drawn until
-    a stage gives it another."""
+    a stage changes its weight."""
     names: Sequence[str] | None = None
-    """For stages and reports; None: the files."""
+    """Names in stages and reports; None: the file names."""
     stages: Sequence[Stage] = ()
     """Changes at later steps."""
     decided: Sequence[Stage] = ()
     """Stages that the run appended by its own rules (``megapack.data.run.Decision``), in the order
     of the decisions; each changes weights, skips steps, or both."""
     scores: Sequence[Scores | None] | None = None
-    """Order by score; None, also in the list: shuffled."""
+    """Order by score; None, for all or for one source: shuffled."""
     max_epochs: float | Sequence[float | None] | None = None
     """Most epochs of a source, one for all or one per source; None: no limit."""
     run_tokens: int | None = None
-    """Tokens for which weights keep to ``max_epochs``; None: a run that exceeds it is refused."""
+    """Tokens for which weights keep to ``max_epochs``; None: a run above that limit is refused."""
     loss_weights: Sequence[float] | None = None
     """Factors on the loss of every source's labels; None: 1 for all."""
     loss: Loss = "token_mean"
-    """Mean that the loss of a step is (``megapack.data.sampler``)."""
+    """How the loss of a step is averaged (``megapack.data.sampler``)."""
     attention_window: int | None = None
     """Attention window of the first stage, tokens (``Window``); None or 0: none."""
     fim: FimConfig | None = None
     """Fill-in-the-middle (``megapack.data.fim``); None: off."""
     fim_rates: Sequence[float | None] | None = None
-    """Share of every source's documents; None, also in the list: ``fim.rate``."""
+    """Share of every source's documents; None, for all or for one: ``fim.rate``."""
 
     def of(self, names: Sequence[str]) -> Mixture:
-        """Return the mixture with one value per source; ``names`` are used if it has none.
+        """Return the mixture with one value per source; use ``names`` if it has no names.
 
         Raises:
-            ConfigError: another number of values than sources, or a limit that is not above 0.
+            ConfigError: if numbers of values and sources differ, or a limit is not above 0.
         """
         none, limits = [None] * len(names), self.max_epochs
         columns: dict[str, Sequence[Any]] = {
@@ -400,7 +400,7 @@ class Mixture:
 
     @property
     def window(self) -> Window | None:
-        """Attention window of the first stage. Raises ConfigError."""
+        """Attention window of the first stage. Raises ConfigError if it is invalid."""
         check_range("the run", at_least=0, attention_window=self.attention_window)
         return Window(self.attention_window) if self.attention_window else None
 
@@ -437,11 +437,11 @@ class HostOptions(BlendConfig):
     parameters: dict[str, Any] = field(default_factory=dict)
     """Parameters of the strategy (``megapack-build pack --help`` lists them)."""
     buckets: tuple[int, ...] | None = None
-    """Capacities in tokens, each a divisor of the sequence length; None: ``default_buckets``."""
+    """Capacities in tokens, all divisors of the sequence length; None: ``default_buckets``."""
     order: str = "proportional"
     """Order of the buckets: proportional, or a length curriculum."""
     seed: int | None = None
-    """None: the host's seed."""
+    """Seed of the order; None: the host's seed."""
     rows_per_block: int | None = None
     """Rows that share a bucket, a multiple of micro batch size x data-parallel size; None: the
     host's global batch size."""
@@ -459,5 +459,5 @@ class HostOptions(BlendConfig):
 
 
 def load_blend(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> BlendConfig:
-    """Read a manifest. Raises ConfigError and OSError as ``load_config`` does."""
+    """Read a manifest. Raises the ConfigError and OSError of ``load_config``."""
     return load_config(HostOptions, Path(path), overrides).relative_to(Path(path).parent)

@@ -1,7 +1,7 @@
 """Documents of sources, on disk or in an object store, opened on first use.
 
 - ``SourceDocuments``: one source, a list of shards with the labels and weights of their tokens.
-- ``open_sources``: arguments of ``PackedDataset`` -> documents and samples of every source.
+- ``open_sources``: opens documents and samples of every source for ``PackedDataset``.
 - ``end_tokens``: the tokens that end documents.
 - ``RemoteReads``: prefetches the parts of object stores that a gather reads, and checks them.
 
@@ -52,13 +52,13 @@ _BLOCKS, _BLOCK_TOKENS = 64, 1 << 16
 class SourceDocuments(abc.ABC):
     """Documents of one source, with the labels and loss weights of their tokens: a list of shards.
 
-    ``DatasetDocuments`` has one shard, ``ShardedDocuments`` those of a manifest.
+    ``DatasetDocuments`` has one shard, ``ShardedDocuments`` has the shards of a manifest.
     """
 
     prefix: str
-    """The source in messages: the dataset's prefix or the manifest's path."""
+    """Name of the source in messages: the dataset's prefix or the manifest's path."""
     dtype: np.dtype[Any]
-    """Of the tokens; the widest of all shards."""
+    """Token dtype, the widest of all shards."""
     vocab_size: int | None
     """Number of token ids of the tokenizer; None if unknown."""
     meta: dict[str, Any] | None
@@ -72,7 +72,7 @@ class SourceDocuments(abc.ABC):
     is_remote: bool
     """True if some shard is in an object store."""
     prefixes: list[str]
-    """Of all shards, and of the labels and weights of a single dataset."""
+    """Prefixes of all shards; for a single dataset, also of its labels and weights."""
     num_shards: int = 1
     shard_index: SourceIndex | None = None
     """Samples of the shard manifest that names these documents."""
@@ -87,8 +87,8 @@ class SourceDocuments(abc.ABC):
         """Return documents, labels and loss weights of one shard, mapped.
 
         Raises:
-            IndexMismatchError: they are not the documents that were packed.
-            FormatError, OSError: a file is damaged or missing.
+            IndexMismatchError: if they are not the documents that were packed.
+            FormatError, OSError: if a file is damaged or missing.
         """
 
     def document_tokens(self, fact: str) -> set[Any]:
@@ -100,9 +100,9 @@ class SourceDocuments(abc.ABC):
 
     @abc.abstractmethod
     def largest_token_id(self, at_least: int) -> tuple[str, int]:
-        """Return the largest id of tokens and labels, with the dataset that has it.
+        """Return the dataset with the largest id of tokens and labels, and this id.
 
-        Files whose dtype has no ids of ``at_least`` or more may be left out.
+        May skip files whose dtype cannot store ids of ``at_least`` or more.
         """
 
 
@@ -111,7 +111,7 @@ class DatasetDocuments(SourceDocuments):
 
     Args:
         dataset: the documents.
-        labels, weights: of their tokens, if there are any.
+        labels, weights: labels and loss weights of their tokens; None if there are none.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class DatasetDocuments(SourceDocuments):
 
 
 def _largest_token_id(dataset: IndexedDataset) -> int:
-    """Return the largest id, -1 without tokens; without a meta file, of a sample of blocks."""
+    """Return the largest id, or -1 without tokens. Without a meta file, sample some blocks."""
     if dataset.meta is not None:
         recorded = dataset.meta["max_token_id"]
         return -1 if recorded is None else int(recorded)
@@ -170,7 +170,7 @@ class ShardedDocuments(SourceDocuments):
     """Documents of a shard manifest; ``open`` maps one shard.
 
     Args:
-        index: their samples.
+        index: samples of the shards.
         with_labels, with_weights: use the labels and loss weights next to the shards.
     """
 
@@ -207,9 +207,9 @@ class ShardedDocuments(SourceDocuments):
         return {"max_token_id": max(largest), "document_end_token": end}
 
     def metadata(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-        """Return the metadata that all shards share, of tokens, of labels and of weights.
+        """Return the metadata that all shards share: for tokens, for labels and for weights.
 
-        Opens every shard. Raises as ``open``.
+        Opens every shard. Raises the errors of ``open``.
         """
         metas: tuple[list[Any], list[Any], list[Any]] = [], [], []
         for number in range(len(self.index.shards)):
@@ -293,7 +293,7 @@ def open_sources(
 def end_tokens(datasets: Iterable[SourceDocuments]) -> dict[int | None, str]:
     """Return the tokens that end documents according to the meta files, each with a dataset.
 
-    None is the key of a dataset without this information.
+    The key None stands for datasets without this information.
     """
     tokens: dict[int | None, str] = {}
     for dataset in datasets:
@@ -328,17 +328,17 @@ def open_source(
     labels: LabelDocuments = "auto",
     weights: LabelDocuments = "auto",
 ) -> SourceDocuments:
-    """Open the documents of one source; those of a shard manifest are opened on first use.
+    """Open the documents of one source. A shard manifest opens its shards on first use.
 
     Args:
         documents: the dataset or its prefix; None if ``samples`` is a shard manifest.
-        samples: packed from these documents; None: not packed yet.
-        labels, weights: of the tokens, see ``PackedDataset``.
+        samples: samples packed from these documents; None if they are not packed yet.
+        labels, weights: labels and loss weights of the tokens, see ``PackedDataset``.
 
     Raises:
-        ConfigError: documents, labels or weights are given for a shard manifest, or no documents
-            for another index.
-        IndexMismatchError, FormatError, OSError: as of ``PackedDataset``.
+        ConfigError: if documents, labels or weights are given for a shard manifest, or documents
+            are missing for any other index.
+        IndexMismatchError, FormatError, OSError: see ``PackedDataset``.
     """
     if isinstance(documents, SourceDocuments):
         return documents
@@ -407,7 +407,7 @@ class RemoteReads:
     def prefetch(self, sample_ids: Ids) -> int:
         """Fetch the blocks that a gather of samples reads, in the background.
 
-        Returns the number of their bytes. Raises as the gather does.
+        Returns the number of bytes. Raises the errors of the gather.
         """
         self._open_for(sample_ids)
         num_bytes = 0
@@ -424,7 +424,7 @@ class RemoteReads:
         """Wait until all data of the samples is local; return ``gather()``.
 
         Raises:
-            FormatError, ConfigError, OSError: it cannot be fetched (see ``RemoteObject.read``).
+            FormatError, ConfigError, OSError: if a fetch fails (see ``RemoteObject.read``).
         """
         return read_consistently(self._blocks(sample_ids), gather) if self._tokens else gather()
 

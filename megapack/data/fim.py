@@ -1,9 +1,9 @@
 """Fill-in-the-middle (FIM): documents whose middle is moved to the end.
 
 - ``FimConfig``, ``Sentinels``: the section ``fim:`` of a manifest.
-- ``Fim``: the same with token ids, for the gather; ``restore`` is the inverse.
+- ``Fim``: the settings with token ids, for the gather; ``restore`` undoes a transformation.
 - ``open_fim``: configuration -> ``Fim``. ``check_fim``: checks the sources of a run.
-- ``FimDraw``: what is drawn for one document.
+- ``FimDraw``: random choices for one document.
 
     fim: {rate: 0.5, sentinels: {prefix: <|fim_prefix|>, suffix: <|fim_suffix|>,
           middle: <|fim_middle|>}, tokenizer: tokenizer.json}
@@ -16,7 +16,7 @@ A document of the body a b c d e f and its end-of-document token, cut at 2 and 5
 (Bavarian et al. 2022, arXiv 2207.14255, section 3 and appendix D; Megatron's GPTFIMDataset). The
 choice of documents, PSM or SPM, and the cuts are a pure function of the run's seed, the epoch of
 the document's sample, and the document. The gather (``csrc/core/gather``) transforms them, so FIM
-works with every host. Only whole documents are transformed, for which the index has room for the
+works with every host. Only whole documents are transformed, and only if the index has room for the
 sentinels (``pack --fim-room``).
 """
 
@@ -69,10 +69,10 @@ class FimConfig:
     """Settings of fill-in-the-middle."""
 
     rate: float = 0.5
-    """Share of the documents, unless a source or a stage has its own (``fim_rate``,
+    """Share of documents to transform, unless a source or a stage sets its own (``fim_rate``,
     ``fim_rates``). The documents of a smaller rate are among those of a larger one."""
     spm_rate: float = 0.5
-    """Share of these in suffix-prefix-middle order (SPM) instead of PSM."""
+    """Share of transformed documents in suffix-prefix-middle order (SPM) instead of PSM."""
     cuts: Literal["token", "character"] = "token"
     """Positions of cuts: between tokens, or also inside a token, whose parts are then tokenized
     separately."""
@@ -81,8 +81,8 @@ class FimConfig:
     """Tokenizer of the documents, as in ``megapack-build tokenize``: required for sentinels that
     are texts and for cuts between characters."""
     eod: int | str | None = None
-    """Token that ends documents and stays there; null: from the datasets' metadata or the
-    tokenizer; ``none``: documents end without one."""
+    """Token that ends documents and stays there; null: taken from the datasets' metadata or
+    the tokenizer; ``none``: documents end without one."""
 
     def __post_init__(self) -> None:
         check_range("fim", at_least=0, at_most=1, rate=self.rate, spm_rate=self.spm_rate)
@@ -93,7 +93,7 @@ class FimConfig:
             raise ConfigError(f"fim: {reason}, and there is no tokenizer: give the documents' one")
 
     def relative_to(self, folder: Path) -> FimConfig:
-        """Return the same with the tokenizer's path relative to the manifest's folder."""
+        """Return the settings with the tokenizer's path relative to the manifest's folder."""
         if self.tokenizer in (None, "bytes"):
             return self
         parts = str(self.tokenizer).split(",")
@@ -113,7 +113,7 @@ class FimDraw(NamedTuple):
     segment: int
     """Segment of the sample; masked documents do not count."""
     document: int
-    """Number in the source."""
+    """Number of the document in its source."""
     spm: bool
     """True for SPM, False for PSM."""
     first: int
@@ -146,7 +146,7 @@ class Fim:
 
     @cached_property
     def room(self) -> int:
-        """Most tokens that a document grows by."""
+        """Largest number of tokens by which a document grows."""
         room = len(self.sentinels)
         if self.tables is not None:  # two cuts, each of which replaces a token by its parts
             _, _, first_part, _ = self.tables
@@ -176,14 +176,14 @@ class Fim:
         return {name: getattr(self, name) for name in names}
 
     def restore(self, tokens: ArrayLike) -> Ids:
-        """Return the original of a transformed document; one without sentinels is unchanged.
+        """Return the original of a transformed document; return others unchanged.
 
         Args:
-            tokens: of a whole document in a batch, (tokens,).
+            tokens: tokens of a whole document in a batch, (tokens,).
 
         Returns:
-            Its tokens, int64; with cuts between characters, up to two tokens are in parts with the
-            same text. A document that itself contains sentinels cannot be recognized.
+            Its tokens, int64; with cuts between characters, up to two tokens stay split into parts
+            with the same text. A document that itself contains sentinels cannot be recognized.
         """
         moved = np.asarray(tokens, np.int64)
         first = [np.flatnonzero(moved == token)[:1] for token in (self.suffix, self.middle)]
@@ -200,13 +200,13 @@ def open_fim(config: FimConfig, datasets: Sequence[SourceDocuments]) -> Fim:
     """Return the settings with token ids.
 
     Args:
-        config: of the run.
+        config: settings of the run.
         datasets: documents of the sources, whose metadata may name the token that ends them.
 
     Raises:
-        ConfigError: a sentinel is not a token, or two are the same; the token that ends documents
-            is unknown; the tokenizer does not expose the bytes of its tokens.
-        FormatError, OSError: the tokenizer cannot be read.
+        ConfigError: if a sentinel is not a token or equals another one, if the token that ends
+            documents is unknown, or if the tokenizer does not expose the bytes of its tokens.
+        FormatError, OSError: if the tokenizer cannot be read.
     """
     files = None
     if config.tokenizer is not None:
@@ -245,7 +245,7 @@ def _token_id(name: str, token: int | str, files: TokenizerFiles | None) -> int:
 def _end_token(
     config: FimConfig, files: TokenizerFiles | None, datasets: Sequence[SourceDocuments]
 ) -> int:
-    """Return the token that ends documents, -1 for none."""
+    """Return the token that ends documents, or -1 if there is none."""
     if config.eod == "none":
         return -1
     if config.eod is not None:
@@ -344,11 +344,11 @@ def check_fim(
     """Check that fill-in-the-middle can transform the sources.
 
     Args:
-        fim: of the run.
-        sources: name, largest rate of any stage, documents and samples of each.
+        fim: settings of the run.
+        sources: name, largest rate of any stage, documents and samples of every source.
 
     Raises:
-        ConfigError: a source has chosen labels, is arranged, or has no room for sentinels.
+        ConfigError: if a source has chosen labels, is arranged, or has no room for sentinels.
     """
     for name, rate, dataset, index in sources:
         if not rate:

@@ -1,10 +1,10 @@
 """Comparison of a run with the checkpoint from which it resumes.
 
 There is no generator state: any step is computed from (indices, program, step). So a state fits
-every number of ranks, micro batch size and number of workers. A resume must refuse changes of
-steps already taken, and report changes from now on.
+every number of ranks, micro batch size and number of workers. A resume must refuse changes to
+steps already taken, but only report changes to later steps.
 
-- ``identity``, ``check_state``, ``resume_step``: everything that decides the order of samples.
+- ``identity``, ``check_state``, ``resume_step``: everything that determines the order of samples.
 - ``content_digests``, ``model_record``, ``tokenizer_digest``, ``flatten``: parts of a record, flat
   keys of everything else that determines a run. ``check_record`` compares two.
 
@@ -34,8 +34,8 @@ from megapack.errors import ResumeError
 if TYPE_CHECKING:
     from megapack.data.dataset import PackedDataset
 
-# Raised whenever the same (index, configuration, step) would give other samples than before.
-# 2: blends take from their datasets by exact weights.
+# Increment it when the same (index, configuration, step) yields different samples than before.
+# 2: blends draw from their datasets by exact weights.
 # 3: cost windows sort the samples of every source separately, within an epoch.
 ORDER_VERSION = 3
 
@@ -46,11 +46,11 @@ _WHOLE_RUN = (
     *(field.name for field in fields(ScheduleConfig) if field.name not in STAGE_FIELDS),
     "indices",
 )
-# Settings that change what is learned from the same samples, of a stage and of the whole run. A
-# state has them only if they are set.
+# Settings of a stage and of the whole run that change what is learned from the same samples. A
+# state contains them only if they are set.
 _TRAINING = ("loss_weights", "fim", "fim_rates", "attention_window", "attention")
 _LOSS = ("loss", "token_weights")
-# Fields that an identity may lack.
+# Fields that may be missing from an identity.
 OPTIONAL = (*_TRAINING, *_LOSS, "stages")
 _RESHUFFLED = "from here on the samples of the epoch come in another order: some again, some not"
 _REWEIGHTED = "the same samples are drawn, and their losses count otherwise"
@@ -72,7 +72,7 @@ _CONSEQUENCE = dict.fromkeys((*_WHOLE_RUN, *_DRAWS, *_SKIPS), _RESHUFFLED) | {
     "attention": "the same samples are drawn, with another reach of attention in groups",
 }
 ORDER_FIELDS = frozenset(_CONSEQUENCE)
-"""Names of all fields that decide the order of samples."""
+"""Names of all fields that determine the order of samples."""
 
 State = Mapping[str, Any]
 _Difference = tuple[str, str]  # the field, and both values in words
@@ -120,7 +120,7 @@ def _stage_identity(
         "attention_window": list(stage.window or ()),
         "attention": "group" if samples.attention == "group" else None,
         "exclude": samples.exclusions.digests(stage.view, samples.names),
-        # Redundant if the stage before drew all of the skipped steps.
+        # Redundant if the previous stage drew all skipped steps.
         "skipped": json.loads(json.dumps(skipped)) if drawn_by_others else None,
     }
     return {
@@ -134,7 +134,7 @@ def _stage_identity(
 
 
 def _shortened(values: Sequence[float] | None, weights: Weights, default: float) -> list[float]:
-    """Return the values of drawn sources, up to the last that differs from the default."""
+    """Return the values of drawn sources, up to the last one that differs from the default."""
     pairs = zip(values or (), weights, strict=False)
     of_drawn = [default if weight == 0 else value for value, weight in pairs]
     while of_drawn and of_drawn[-1] == default:
@@ -143,21 +143,21 @@ def _shortened(values: Sequence[float] | None, weights: Weights, default: float)
 
 
 def check_state(current: State, state: State, allow_change: Collection[str] = ()) -> list[str]:
-    """Compare a saved state with what decides the order of samples now.
+    """Compare a saved state with the present order of samples.
 
     Args:
-        current: of this run, ``Schedule.identity()``.
-        state: of the run to continue, ``Schedule.state_dict(step)``.
+        current: ``Schedule.identity()`` of this run.
+        state: ``Schedule.state_dict(step)`` of the run to continue.
         allow_change: names of fields that may differ before the step of the state.
 
     Returns:
-        A sentence for every field that differs and may, with the consequence; and one for every
-        stage that differs from the step of the state on, where everything may differ.
+        A sentence with the consequence for every allowed difference, and a sentence for every stage
+        that differs from the step of the state on, where everything may differ.
 
     Raises:
-        ResumeError: it is not a state; or something else differs, so that steps already taken would
-            be taken differently. The message names all fields with both values and the first step.
-        ConfigError: allow_change names a field that does not exist.
+        ResumeError: if it is not a state, or if another difference would change steps already
+            taken. The message names all such fields with both values and the first step.
+        ConfigError: if allow_change names a field that does not exist.
     """
     check_known("checkpoint.allow_change", "field", allow_change, _CONSEQUENCE)
     step = int(state.get("step", -1))
@@ -201,7 +201,7 @@ def check_state(current: State, state: State, allow_change: Collection[str] = ()
 
 
 def _whole_run_changes(current: State, state: State, step: int) -> Iterator[_Difference]:
-    """Yield differences of the whole run; of sources, only those drawn before ``step``."""
+    """Yield differences of the whole run; for sources, only of those drawn before ``step``."""
     stages = (*_all_stages(current), *_all_stages(state))
     num_drawn = max(len(stage["weights"]) for stage in stages if stage["from_step"] < step)
     for name in (*_WHOLE_RUN, *_LOSS):
@@ -217,7 +217,7 @@ def _whole_run_changes(current: State, state: State, step: int) -> Iterator[_Dif
 def _stage_changes(
     current: State, state: State, step: int
 ) -> Iterator[tuple[int, list[_Difference]]]:
-    """Yield (step, differences) for every step from which on other differences hold."""
+    """Yield (step, differences) for every step at which new differences begin."""
     now, then = _all_stages(current), _all_stages(state)
     previous: list[_Difference] = []
     for begin in sorted({stage["from_step"] for stage in (*now, *then)} | {step}):
@@ -258,8 +258,8 @@ def _all_stages(state: State) -> list[dict[str, Any]]:
 def resume_step(current: State, state: State, allow_change: Collection[str] = ()) -> int:
     """Return the step to continue with, after ``check_state``.
 
-    If another tokens_per_step was allowed for the past, it is the first step that the tokens seen
-    do not cover completely.
+    If a different tokens_per_step is allowed for past steps, this is the first step that the tokens
+    seen do not cover completely.
     """
     check_state(current, state, allow_change)
     step = int(state["step"])
@@ -282,7 +282,7 @@ def _tokens(stages: Sequence[dict[str, Any]], step: int) -> int:
 
 # ---- Records: everything else that determines a run ----------------------------------------------
 
-_READ_SHARDS = 64  # of a source, by ``content_digests``
+_READ_SHARDS = 64  # per source, in ``content_digests``
 # Fields of a transformers configuration that name its origin, not the model.
 _ORIGIN = ("transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype")
 
@@ -291,8 +291,8 @@ def content_digests(data: PackedDataset) -> dict[str, list[Any]]:
     """Return digests of the bytes that every source reads: tokens, labels, loss weights.
 
     The keys are the source's number and the fingerprint of its samples: ``check_state`` compares
-    which samples a run has, and a source with the same samples must have the same bytes. Of a
-    source with more than 64 shards, 64 are read, evenly spaced.
+    the samples of runs, and a source with the same samples must have the same bytes. For a source
+    with more than 64 shards, this reads 64 evenly spaced ones.
     """
     digests: dict[str, list[Any]] = {}
     sources = zip(data.samples.fingerprints, data.datasets, strict=True)
@@ -345,18 +345,19 @@ def check_record(
     """Compare the record of a checkpoint with that of this run.
 
     Args:
-        current: of this run.
-        saved: of the checkpoint; None: it has no record, which ``run`` in ``allow_change`` accepts.
+        current: record of this run.
+        saved: record of the checkpoint; None if it has none, which needs ``run`` in
+            ``allow_change``.
         allow_change: keys, sections of keys, or last parts of keys that may differ.
-        is_branch: the run begins at another run's checkpoint, in order to differ from there on:
-            only the model, the tokenizer and the data must be the same.
+        is_branch: True if the run starts from another run's checkpoint in order to differ from
+            there on: only the model, the tokenizer and the data must be the same.
         option: name of ``allow_change`` in the message.
 
     Returns:
         A sentence for every difference that is allowed.
 
     Raises:
-        ResumeError: naming every other difference with both values.
+        ResumeError: if there are other differences; it names each with both values.
     """
     if saved is None:
         if "run" in allow_change:

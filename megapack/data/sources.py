@@ -1,4 +1,4 @@
-"""Samples of all sources of a run under one numbering, and facts that need no tokens.
+"""Samples of all sources of a run, numbered together, and facts that need no tokens.
 
 - ``SampleSource``: global ids -> source, capacity, segments, attention cost, labels; orders.
   ``LabelTotals``: number of labels and their weights.
@@ -8,8 +8,8 @@
     sources of 3 and of 5 samples: bases = 0 3 8            # ids 0 to 2, and 3 to 7
     locate([1, 3, 7])                                       # -> sources 0 1 1, samples 1 0 4
 
-Ids do not change when documents are excluded. Methods that read samples take the ``StepView`` of
-the step, which has the number of exclusion lists in force.
+Ids do not change when documents are excluded. Methods that read samples need the ``StepView`` of
+the step, which stores the number of exclusion lists in force.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Shards:
     """Shards of all sources, numbered consecutively; a source of one dataset is one shard.
 
     Attributes:
-        indices: of the sources.
+        indices: indices of the sources.
         bases: (sources + 1,) int64, the first sample id of each source, and the number of samples.
         first_ids, shards, first_samples: ids from ``first_ids[r]`` to ``first_ids[r + 1]`` are
             consecutive samples of ``shards[r]``, from ``first_samples[r]`` on; int64.
@@ -103,7 +103,7 @@ class Shards:
         return self._open[shard] is not None
 
     def number_in_source(self, shard: int) -> int:
-        """Return the number of a shard, counted from the first shard of its source."""
+        """Return the position of a shard among the shards of its source."""
         return shard - self.of_source(int(self.sources[shard])).start
 
     def opened(self, source: int) -> Iterator[tuple[SampleIndex, int, Ids]]:
@@ -129,7 +129,7 @@ class Shards:
         return np.sort(np.concatenate(ids))
 
     def index(self, shard: int) -> SampleIndex:
-        """Return the samples of a shard. Raises as ``SourceIndex.open`` does."""
+        """Return the samples of a shard. Raises the errors of ``SourceIndex.open``."""
         index = self._open[shard]
         if index is None:
             source = self.indices[int(self.sources[shard])]
@@ -145,9 +145,9 @@ class Exclusions:
     shapes stay the same. Lists add up over the stages of a run.
 
     Attributes:
-        documents: of every source, int64, ascending: all documents of any list.
+        documents: for every source, all documents of any list, int64, ascending.
         first_lists: number of the first list with each of these documents, int64; list n (from 1)
-            belongs to the n-th stage that has one.
+            belongs to the n-th stage with a list.
     """
 
     documents: tuple[Ids, ...]
@@ -169,7 +169,7 @@ class Exclusions:
         return masked
 
     def of_documents(self, source: int, begin: int, end: int) -> tuple[Ids, Ids]:
-        """Return the listed ones of the documents [begin, end) of a source, counted from ``begin``,
+        """Return the listed documents among [begin, end) of a source, relative to ``begin``,
         and the first list of each."""
         low, high = np.searchsorted(self.documents[source], [begin, end]).tolist()
         return self.documents[source][low:high] - begin, self.first_lists[source][low:high]
@@ -192,12 +192,12 @@ def read_exclusions(
     """Read the exclusion lists of all stages.
 
     Args:
-        stages: of the run, in order.
-        names, num_documents: of the sources.
+        stages: stages of the run, in order.
+        names, num_documents: name and number of documents of every source.
 
     Raises:
-        ConfigError: a source or a document does not exist.
-        FormatError, OSError: a file is not a list of documents, or cannot be read.
+        ConfigError: if a source or a document does not exist.
+        FormatError, OSError: if a file is not a list of documents, or cannot be read.
     """
     files_of_source: dict[int, list[tuple[Ids, int]]] = {}
     for number, stage in enumerate((s for s in stages if s.exclude is not None), 1):
@@ -245,12 +245,12 @@ class SampleSource:
     Args:
         indices: at least one.
         mixture: settings of the run for these sources.
-        exclusions: of the mixture's stages; None: read them now.
-        attention: reach of attention, which decides the cost.
+        exclusions: exclusions of the mixture's stages; None: read them now.
+        attention: reach of attention, which determines the cost.
         counter: (global ids, view) -> labels of each; None: derive them from the indices, which
-            works if no strategy dropped tokens, and without fill-in-the-middle.
-        token_weights: digest of the loss weights per token of every index; None, also in the list:
-            no such weights.
+            works only if no strategy dropped tokens and fill-in-the-middle is off.
+        token_weights: digest of every index's loss weights per token; None, for all or for one
+            index: no weights.
         fim: fill-in-the-middle with token ids; None: off.
     """
 
@@ -344,7 +344,7 @@ class SampleSource:
         """Return (number of the index, sample in the index) of global ids, int64 both.
 
         Raises:
-            IndexError: an id does not exist.
+            IndexError: if an id does not exist.
         """
         if len(ids) and (ids.min() < 0 or ids.max() >= self.num_samples):
             raise IndexError(f"sample ids [{ids.min()}, {ids.max()}] of {self.num_samples} samples")
@@ -354,7 +354,7 @@ class SampleSource:
         return source, ids - self.bases[source]
 
     def capacity_of(self, sample: int) -> int:
-        """Return the capacity of one global id, tokens. Raises IndexError."""
+        """Return the capacity of one global id, tokens. Raises IndexError if it does not exist."""
         if not 0 <= sample < self.num_samples:
             raise IndexError(f"sample {sample} of {self.num_samples} samples")
         starts, capacities = self._bucket_table
@@ -371,7 +371,7 @@ class SampleSource:
         return [first for first, _ in rows], [capacity for _, capacity in rows]
 
     def shard_of(self, sample: int) -> tuple[int, int]:
-        """Return (shard, sample in the shard) of a global id. Raises IndexError."""
+        """Return (shard, sample in the shard) of a global id, or raise IndexError."""
         [(shard, _, local)] = self._by_shard(np.array([sample]))
         return shard, int(local[0])
 
@@ -405,8 +405,8 @@ class SampleSource:
     def samples_of(self, source: int, documents: int | Ids) -> list[int]:
         """Return the global ids, ascending, of samples with a piece of some documents of an index.
 
-        Reads 4 bytes per segment of the shards that have them. Raises ConfigError for a document
-        that the index does not have.
+        Reads 4 bytes per segment of the shards with these documents. Raises ConfigError for a
+        document that the index does not have.
         """
         wanted, num_documents = np.unique(documents), self.indices[source].num_documents
         for document in wanted[[0, -1]].tolist() if len(wanted) else ():
@@ -445,9 +445,9 @@ class SampleSource:
 
         Args:
             ids: samples of one capacity.
-            capacity: of these samples, tokens.
-            view: of the step.
-            whole: samples attend as a whole instead of segment by segment; None: as ``attention``.
+            capacity: capacity of these samples, tokens.
+            view: view of the step.
+            whole: True if attention spans whole samples, not segments; None: see ``attention``.
         """
         window = view.window
         in_groups = whole is None and self.attention == "group"
@@ -472,7 +472,7 @@ class SampleSource:
         return costs
 
     def count_labels(self, ids: Ids, view: StepView = PLAIN) -> Ids:
-        """Return the number of tokens with a label of every sample, int64 (len(ids),)."""
+        """Return for every sample the number of tokens with a label, int64 (len(ids),)."""
         return self.label_totals(ids, view).labels
 
     def label_totals(self, ids: Ids, view: StepView = PLAIN) -> LabelTotals:
@@ -532,7 +532,7 @@ def check_has_groups(indices: Sequence[SourceIndex]) -> None:
 
 
 def segments_of(index: SampleIndex, samples: Ids) -> tuple[Ids, Ids]:
-    """Return the segments of some samples, and the position of each one's sample."""
+    """Return the segments of some samples, and for each the position of its sample."""
     first = np.asarray(index.sample_segment_offsets[samples])
     counts = np.asarray(index.sample_segment_offsets[samples + 1]) - first
     before = np.cumsum(counts) - counts

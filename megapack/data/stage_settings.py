@@ -1,6 +1,6 @@
-"""Complete settings of a stage, and what follows from them alone.
+"""Complete settings of a stage, and values derived from them alone.
 
-- ``StageSettings``: everything that decides the draws of a stage; ``Program``: the stages of a run.
+- ``StageSettings``: all settings that determine a stage's draws; ``Program``: the stages of a run.
 - ``drawn_by``: key of the draws, equal for stages that draw alike.
 - ``Window``: attention window, which may grow.
 - ``spans``, ``tokens_before``: ends of stages, tokens of steps.
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from megapack.data.bucket_streams import whole_weights
 from megapack.data.steps import ScheduleConfig, StepView, order_named
 
-# One per source: share of the tokens, 0 for none, None for its size.
+# One per source: share of the tokens; 0: none; None: in proportion to its size.
 Weights = tuple[float | None, ...]
 
 
@@ -33,7 +33,7 @@ class Window(NamedTuple):
     (state space models) are cut, too.
 
     The window grows linearly, rounded down to a multiple of the greatest common divisor of both
-    sizes; with ``steps`` 0 it is ``last`` at once.
+    sizes; with ``steps`` 0 it is ``last`` immediately.
     """
 
     last: int
@@ -57,15 +57,15 @@ class Window(NamedTuple):
         return f"{self.first:,} at step {self.begin:,} to {self.last:,} at step {end:,}"
 
 
-# Fields of ScheduleConfig that a stage can change; the others hold for the whole run.
+# Fields of ScheduleConfig that a stage can change; the others apply to the whole run.
 STAGE_FIELDS = ("tokens_per_step", "order", "num_cycles", "mix", "micro_step_tokens")
 
 
 class StageSettings(NamedTuple):
-    """Everything that decides the draws of a stage, except the cursors at its first step."""
+    """Everything that determines the draws of a stage, except the cursors at its first step."""
 
     begin: int
-    """Its first step."""
+    """First step of the stage."""
     skip_steps: int
     """Steps to skip before the stage: ``begin`` to ``begin + skip_steps`` of the run without this
     skip."""
@@ -85,7 +85,7 @@ class StageSettings(NamedTuple):
 
     @property
     def view(self) -> StepView:
-        """Requirements on the samples that all steps of the stage share."""
+        """View that all steps of the stage share."""
         return StepView(num_lists=self.num_lists, seed=self.config.seed)
 
     def window_at(self, step: int) -> int | None:
@@ -94,7 +94,7 @@ class StageSettings(NamedTuple):
 
     @property
     def of_draws(self) -> dict[str, Any]:
-        """Settings that decide its draws, by name."""
+        """Settings that determine the draws of the stage, by name."""
         fields = {name: getattr(self.config, name) for name in STAGE_FIELDS}
         return {**fields, "weights": self.weights}
 

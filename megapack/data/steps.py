@@ -3,7 +3,7 @@
 - ``ORDERS``: orders of the buckets: in proportion, by a curriculum, one after the other.
 - ``StepConfig``, ``ScheduleConfig``: fields of every ``Schedule`` and of the section ``data:`` of a
   configuration; a stage (``blend.Stage``) can change some of them.
-- ``StepView``: requirements of a step on its samples, from the schedule to the gather.
+- ``StepView``: what a step requires of its samples; the schedule passes it to the gather.
 - ``check_group``, ``ranks_per_micro_batch``: ranks that share micro batches.
 - ``DrawOrder``: the endless sequence of draws, draw -> bucket and (bucket, number) -> draw.
 
@@ -21,7 +21,7 @@ tokens, 2 of 32 and draws of 64 tokens (4 and 2 samples), one cycle per epoch:
 
     drawn(0, c) = ceil(5 c / 4), drawn(1, c) = c          # -> 2 and 1 draws, then 1 and 1, ...
 
-``megapack.data.bucket_streams`` decides the samples of a draw.
+``megapack.data.bucket_streams`` determines the samples of a draw.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Order:
         meaning: description in one line.
         odds: number of buckets -> odds of each, shortest first.
         num_cycles: default number of cycles per epoch; each starts the order over.
-        times: of the draws: stratified (``spread``), random, or bucket after bucket.
+        times: times of the draws: stratified (``spread``), random, or bucket after bucket.
     """
 
     meaning: str
@@ -113,7 +113,7 @@ ORDERS = {
 
 
 def order_named(name: str) -> Order:
-    """Return the order of that name. Raises ConfigError, which lists all names."""
+    """Return the order with this name. Raises ConfigError, which lists all names."""
     if name not in ORDERS:
         raise ConfigError(f"order is {name!r}; it must be one of {', '.join(ORDERS)}")
     return ORDERS[name]
@@ -121,11 +121,11 @@ def order_named(name: str) -> Order:
 
 # ---- Size of a step ------------------------------------------------------------------------------
 
-MOST_TOKENS = 1 << 53  # of a run, and so of a step
+MOST_TOKENS = 1 << 53  # limit of a run and thus of a step
 Attention = Literal["document", "group", "sample"]
-"""Earlier tokens that a token attends to: of its document, of its group, or of its sample."""
+"""Earlier tokens that a token attends to: those of its document, group, or sample."""
 Loss = Literal["token_mean", "sequence_mean", "longalign"]
-"""Mean that the loss of a step is (``megapack.data.sampler``)."""
+"""How the loss of a step is averaged (``megapack.data.sampler``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,8 +152,8 @@ class StepConfig:
     cost_window: int = 1
     """Number of consecutive draws of a bucket whose samples are sorted by attention cost, so that a
     draw holds samples of similar cost (``megapack.data.bucket_streams``). For draws with one sample
-    per rank, which cannot be balanced otherwise. Costs of ranks differ less, costs of steps differ
-    more. Every draw keeps its exact share of each source. 1: off."""
+    per rank, which cannot be balanced otherwise. Costs of ranks differ less, but costs of steps
+    differ more. Every draw keeps its exact share of each source. 1: off."""
 
     def __post_init__(self) -> None:
         order_named(self.order)
@@ -170,7 +170,7 @@ class StepConfig:
 
     @property
     def draw_tokens(self) -> int:
-        """Tokens that come from one bucket at a time."""
+        """Tokens of one draw, all from one bucket."""
         return self.micro_step_tokens or self.tokens_per_step
 
     @property
@@ -178,7 +178,7 @@ class StepConfig:
         return self.tokens_per_step // self.draw_tokens
 
     def samples_per_draw(self, capacity: int) -> int:
-        """Return the samples of one bucket in a draw. Raises ConfigError if they do not fill it."""
+        """Return the number of samples in a draw. Raises ConfigError if they do not fill it."""
         tokens, row = self.draw_tokens, self.row_tokens
         if row is None:
             if tokens % capacity:
@@ -204,12 +204,12 @@ class StepConfig:
         Args:
             num_ranks: data-parallel size.
             tokens: tokens of a micro batch, one forward of one rank.
-            pad_last: some ranks may get an empty micro batch.
-            where: prefix of the message.
+            pad_last: True if some ranks may get an empty micro batch.
+            where: prefix of the error message.
 
         Raises:
-            ConfigError: the size of a micro batch does not divide the draw, or the number of ranks
-                does not divide the number of micro batches; the message names sizes that do.
+            ConfigError: if the micro batch size does not divide the draw, or the number of ranks
+                does not divide the number of micro batches. The message names valid sizes.
         """
         if tokens < 1 or self.draw_tokens % tokens:
             shared, remainder = divmod(self.draw_tokens, 1 if pad_last else num_ranks)
@@ -229,7 +229,7 @@ class StepConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig(StepConfig):
-    """All settings that decide the content of a step, except the samples."""
+    """All settings that determine the content of a step, except the samples."""
 
     seed: int = 0
     """Seed of shuffles and of the order of buckets."""
@@ -271,9 +271,9 @@ def ranks_per_micro_batch(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StepView:
-    """Requirements of a step on its samples: how to read them, not which ones.
+    """How a step reads its samples; not which samples it reads.
 
-    The schedule creates one with each step, a micro batch gets the part of its samples (``of``),
+    The schedule creates a view for each step, a micro batch gets the part for its samples (``of``),
     and the gather reads it.
 
     Attributes:
@@ -283,7 +283,7 @@ class StepView:
         loss_weight: (samples,) float32, factors on the loss masks; None: 1.
         epochs, fim_rates: (samples,) int64 and float64, for fill-in-the-middle: the epoch of each
             sample within its source, and the share of documents to transform; None: transform none.
-        seed: of the run, for fill-in-the-middle.
+        seed: the run's seed, for fill-in-the-middle.
     """
 
     window: int | None = None
@@ -311,10 +311,10 @@ class StepView:
 
     @cached_property
     def core(self) -> _core.StepView:
-        """The view as the gather takes it.
+        """View in the form that the gather reads.
 
         Raises:
-            ValueError: a factor of ``loss_weight`` is not finite.
+            ValueError: if a factor of ``loss_weight`` is not finite.
         """
         factors = self.loss_weight
         if factors is not None:
@@ -338,7 +338,7 @@ PLAIN = StepView()
 
 
 def fold_key(seed: int, *parts: int) -> int:
-    """Return a 64-bit key from a seed and numbers that name its use.
+    """Return a 64-bit key from a seed and numbers that identify its use.
 
     The first number is 1 for shuffles of samples, 2 cycles, 3 cost windows, 4 stages, 5 shuffles of
     packing, 6 arranged sources and fill-in-the-middle.
@@ -351,15 +351,15 @@ def fold_key(seed: int, *parts: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class DrawOrder:
-    """Endless sequence of draws, counted from 0.
+    """Endless sequence of draws, numbered from 0.
 
     Attributes:
-        samples_per_epoch: of every bucket, by rising capacity.
-        samples_per_draw: of every bucket.
-        order: of the draws inside a cycle.
-        num_cycles: per epoch.
-        seed: of the order.
-        largest_first: draw 0 takes the largest bucket, where the order is shuffled.
+        samples_per_epoch: samples of every bucket in an epoch, by rising capacity.
+        samples_per_draw: samples in a draw, for every bucket.
+        order: order of the draws inside a cycle.
+        num_cycles: cycles per epoch.
+        seed: seed of the order.
+        largest_first: draw 0 is of the largest bucket if the order is shuffled.
     """
 
     samples_per_epoch: tuple[int, ...]
@@ -376,14 +376,14 @@ class DrawOrder:
         return bucket, self.drawn(bucket, cycle) + rank
 
     def draw_at(self, bucket: int, number: int) -> int:
-        """Return the draw with so many earlier draws of its bucket, the inverse of ``locate``."""
+        """Return draw ``number`` (from 0) of a bucket, the inverse of ``locate``."""
         cycle = number * self.num_cycles * self.samples_per_draw[bucket]
         cycle //= self.samples_per_epoch[bucket]  # the last one with drawn(bucket, cycle) <= number
         rank = number - self.drawn(bucket, cycle)
         return self.begin(cycle) + _cycle(self, cycle).position(bucket, rank)
 
     def drawn(self, bucket: int, cycles: int) -> int:
-        """Return the draws of a bucket in the first ``cycles`` cycles."""
+        """Return how often a bucket is drawn in the first ``cycles`` cycles."""
         samples = cycles * self.samples_per_epoch[bucket]
         return -(-samples // (self.num_cycles * self.samples_per_draw[bucket]))
 
