@@ -240,7 +240,7 @@ def cut_bounds(bounds: Bounds, window: int, *, num_rows: int = 1, entries: int =
         entries: repeat the last value of every list up to this length; 0: the longest list's.
 
     Raises:
-        ValueError: if a list has more than ``entries``, or the window is not positive.
+        ValueError: a list has more than ``entries``, or the window is not positive.
     """
     check_positive("micro batch", attention_window=window)
     lengths = np.diff(bounds.cu_seqlens.reshape(num_rows, -1)).astype(np.int64)

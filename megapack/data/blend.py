@@ -232,7 +232,7 @@ class Stage:
         """Return the attention window from the stage's first step on; ``before``: previous window.
 
         Raises:
-            ConfigError: if the window would have to grow from no window.
+            ConfigError: the window would have to grow from no window.
         """
         if self.attention_window is None:
             return before
@@ -368,7 +368,7 @@ class Mixture:
         """Return the mixture with one value per source; use ``names`` if it has no names.
 
         Raises:
-            ConfigError: if numbers of values and sources differ, or a limit is not above 0.
+            ConfigError: numbers of values and sources differ, or a limit is not above 0.
         """
         none, limits = [None] * len(names), self.max_epochs
         columns: dict[str, Sequence[Any]] = {

@@ -87,8 +87,8 @@ class SourceDocuments(abc.ABC):
         """Return documents, labels and loss weights of one shard, mapped.
 
         Raises:
-            IndexMismatchError: if they are not the documents that were packed.
-            FormatError, OSError: if a file is damaged or missing.
+            IndexMismatchError: they are not the documents that were packed.
+            FormatError, OSError: a file is damaged or missing.
         """
 
     def document_tokens(self, fact: str) -> set[Any]:
@@ -336,7 +336,7 @@ def open_source(
         labels, weights: labels and loss weights of the tokens, see ``PackedDataset``.
 
     Raises:
-        ConfigError: if documents, labels or weights are given for a shard manifest, or documents
+        ConfigError: documents, labels or weights are given for a shard manifest, or documents
             are missing for any other index.
         IndexMismatchError, FormatError, OSError: see ``PackedDataset``.
     """
@@ -424,7 +424,7 @@ class RemoteReads:
         """Wait until all data of the samples is local; return ``gather()``.
 
         Raises:
-            FormatError, ConfigError, OSError: if a fetch fails (see ``RemoteObject.read``).
+            FormatError, ConfigError, OSError: a fetch fails (see ``RemoteObject.read``).
         """
         return read_consistently(self._blocks(sample_ids), gather) if self._tokens else gather()
 

@@ -204,9 +204,9 @@ def open_fim(config: FimConfig, datasets: Sequence[SourceDocuments]) -> Fim:
         datasets: documents of the sources, whose metadata may name the token that ends them.
 
     Raises:
-        ConfigError: if a sentinel is not a token or equals another one, if the token that ends
-            documents is unknown, or if the tokenizer does not expose the bytes of its tokens.
-        FormatError, OSError: if the tokenizer cannot be read.
+        ConfigError: a sentinel is not a token or equals another one, the token that ends documents
+            is unknown, or the tokenizer does not expose the bytes of its tokens.
+        FormatError, OSError: the tokenizer cannot be read.
     """
     files = None
     if config.tokenizer is not None:
@@ -348,7 +348,7 @@ def check_fim(
         sources: name, largest rate of any stage, documents and samples of every source.
 
     Raises:
-        ConfigError: if a source has chosen labels, is arranged, or has no room for sentinels.
+        ConfigError: a source has chosen labels, is arranged, or has no room for sentinels.
     """
     for name, rate, dataset, index in sources:
         if not rate:

@@ -155,9 +155,9 @@ def check_state(current: State, state: State, allow_change: Collection[str] = ()
         that differs from the step of the state on, where everything may differ.
 
     Raises:
-        ResumeError: if it is not a state, or if another difference would change steps already
-            taken. The message names all such fields with both values and the first step.
-        ConfigError: if allow_change names a field that does not exist.
+        ResumeError: it is not a state, or another difference would change steps already taken.
+            The message names all such fields with both values and the first step.
+        ConfigError: allow_change names a field that does not exist.
     """
     check_known("checkpoint.allow_change", "field", allow_change, _CONSEQUENCE)
     step = int(state.get("step", -1))
@@ -357,7 +357,7 @@ def check_record(
         A sentence for every difference that is allowed.
 
     Raises:
-        ResumeError: if there are other differences; it names each with both values.
+        ResumeError: there are other differences; it names each with both values.
     """
     if saved is None:
         if "run" in allow_change:

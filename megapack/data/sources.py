@@ -196,8 +196,8 @@ def read_exclusions(
         names, num_documents: name and number of documents of every source.
 
     Raises:
-        ConfigError: if a source or a document does not exist.
-        FormatError, OSError: if a file is not a list of documents, or cannot be read.
+        ConfigError: a source or a document does not exist.
+        FormatError, OSError: a file is not a list of documents, or cannot be read.
     """
     files_of_source: dict[int, list[tuple[Ids, int]]] = {}
     for number, stage in enumerate((s for s in stages if s.exclude is not None), 1):
@@ -344,7 +344,7 @@ class SampleSource:
         """Return (number of the index, sample in the index) of global ids, int64 both.
 
         Raises:
-            IndexError: if an id does not exist.
+            IndexError: an id does not exist.
         """
         if len(ids) and (ids.min() < 0 or ids.max() >= self.num_samples):
             raise IndexError(f"sample ids [{ids.min()}, {ids.max()}] of {self.num_samples} samples")

@@ -208,7 +208,7 @@ class StepConfig:
             where: prefix of the error message.
 
         Raises:
-            ConfigError: if the micro batch size does not divide the draw, or the number of ranks
+            ConfigError: the micro batch size does not divide the draw, or the number of ranks
                 does not divide the number of micro batches. The message names valid sizes.
         """
         if tokens < 1 or self.draw_tokens % tokens:
@@ -314,7 +314,7 @@ class StepView:
         """View in the form that the gather reads.
 
         Raises:
-            ValueError: if a factor of ``loss_weight`` is not finite.
+            ValueError: a factor of ``loss_weight`` is not finite.
         """
         factors = self.loss_weight
         if factors is not None:
