@@ -1,24 +1,24 @@
 """``make bench-build``: text to .bin/.idx, compared with preprocess_data.py; and tokenizers alone.
 
 Corpus: all distinct Python files on this disk, one document each, as .jsonl; the tokenizer is a
-byte-level BPE trained on it. Every side has two processes or two threads, and runs equally often,
-in turns; the median counts. MB/s are of text (UTF-8). Memory is the largest proportional set size
-of all processes of a command.
+byte-level BPE trained on it. Every side uses two processes or two threads. All sides run equally
+often, in turns; results are medians. MB/s count text (UTF-8). Memory is the largest proportional
+set size of all processes of a command.
 
-- bare: texts are in memory, ids are discarded: the upper limit of a build. tokenizers gets its part
-  in one call. gigatoken caches words, so it first encodes the first half of the corpus and is timed
-  on the second: in one call, and in batches of 4 MB, as our readers do (faster, since it reuses its
-  memory).
-- pool + megatron-core: preprocess_data.py's loop, rewritten: a pool of workers that parse and
-  encode, and one parent that writes with megatron-core's IndexedDatasetBuilder.
-- ours: the whole command in a fresh process, from .jsonl to a .bin/.idx on disk (fsync included),
-  with process start, loading of the tokenizer, cold caches, checks and merge. With "tokenizers" it
-  has the same encoder as megatron-core's side. "beyond the first half" is the text of the second
+- bare: the encoder alone, from texts in memory, without keeping ids: the upper limit of a build.
+  tokenizers encodes its part in one call. gigatoken caches words, so it encodes the first half of
+  the corpus untimed and is timed on the second: in one call, and in batches of 4 MB, like
+  megapack's readers (faster, because it reuses its memory).
+- pool + megatron-core: preprocess_data.py's loop, rewritten: a pool of workers parses and encodes,
+  one parent writes with megatron-core's IndexedDatasetBuilder.
+- ours: the whole command in a fresh process, from .jsonl to a .bin/.idx on disk (fsync included);
+  process start, loading the tokenizer, cold caches, checks and merge count. With "tokenizers" it
+  uses the same encoder as megatron-core's side. "beyond the first half" is the text of the second
   half divided by the seconds that it adds to a command: the speed for a very large corpus.
-- reading: .jsonl to flat text in one thread, with our parser and with orjson: whole files, and the
-  same text in documents of 500 characters.
+- reading: .jsonl to flat text in one thread, with megapack's parser and with orjson: whole files,
+  and the same text in documents of 500 characters.
 
-Sides with "tokenizers" get only the first part of the corpus. QUICK=1 runs on less text.
+Sides with "tokenizers" encode only the first part of the corpus. QUICK=1 runs on less text.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ MEGATRON, HALF = "pool + megatron-core", ", the first half"
 
 
 def python_source() -> Iterator[str]:
-    """Every distinct Python file of the interpreters on this disk, in the order of their paths."""
+    """Yield the text of every distinct Python file of the interpreters on this disk, by path."""
     roots = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
     roots |= {str(Path(sys.base_prefix).parent), "/usr/lib", "/usr/share", "/usr/local", "/opt"}
     seen: set[bytes] = set()
@@ -80,7 +80,7 @@ def python_source() -> Iterator[str]:
 
 
 def write_texts(path: Path, texts: Iterable[str], megabytes: float = float("inf")) -> int:
-    """The bytes of text in a .jsonl of about this size at most."""
+    """Write texts to a .jsonl, up to about ``megabytes``; return the bytes of text."""
     size = 0
     with path.open("w", encoding="utf-8") as out:
         for text in texts:
@@ -107,7 +107,7 @@ def bare_tokenizers(corpus: str, tokenizer: str) -> float:
 
 
 def bare_gigatoken(corpus: str, tokenizer: str, batch_bytes: str) -> float:
-    """Seconds for the second half of the corpus, after the first."""
+    """Encode the first half of the corpus, then return the seconds for the second half."""
     os.environ["RAYON_NUM_THREADS"] = str(WORKERS)
     encoder = gigatoken.Tokenizer(tokenizer)
     texts = texts_of(Path(corpus))
@@ -147,7 +147,7 @@ def reading_orjson(corpus: str) -> float:
     return time.perf_counter() - begin
 
 
-_tokenizer: Any  # of a pool process
+_tokenizer: Any  # one per pool process
 
 
 def start_megatron(tokenizer: str) -> None:
@@ -157,7 +157,7 @@ def start_megatron(tokenizer: str) -> None:
 
 
 def encode_megatron(line: str) -> tuple[list[int], list[int], int]:
-    """A line of JSON to a list of ids and a list of lengths."""
+    """Return the ids of a JSON line, the list of its one length, and the characters of the line."""
     ids = _tokenizer.encode(json.loads(line)["text"], add_special_tokens=False).ids
     ids.append(0)
     return ids, [len(ids)], len(line)
@@ -191,7 +191,7 @@ def memory_of(pid: int) -> int:
 
 
 def run_command(command: list[str]) -> tuple[float, int, str]:
-    """(seconds, largest memory in bytes, stdout)."""
+    """Run a command; return (seconds, largest memory in bytes, stdout)."""
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     begin = time.perf_counter()
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
@@ -222,25 +222,25 @@ def side(function: Callable[..., float], *arguments: object) -> Side:
 
 
 def build(corpus: Path, tokenizer: Path, prefix: Path, backend: str) -> Side:
-    """The command of ours."""
+    """Return a side that runs megapack's ``tokenize`` command."""
     command = [sys.executable, "-m", "megapack.cli.main", "tokenize", "--input", str(corpus)]
     command += ["--tokenizer", str(tokenizer), "--append-eod", "--eod-token", "<|endoftext|>"]
     command += ["--output-prefix", str(prefix), "--workers", str(WORKERS), "--backend", backend]
 
     def run() -> tuple[float, int]:
         for path in prefix.parent.glob(f"{prefix.name}.*"):
-            path.unlink()  # what exists already is not built again
+            path.unlink()  # the command skips a build that is complete
         return run_command(command)[:2]
 
     return run
 
 
 def measure(work: Path) -> list[dict[str, Any]]:
-    """A row per side: every side runs ``REPEATS`` times, in turns."""
+    """Run all sides ``REPEATS`` times, in turns; return one row per side."""
     corpus, half, part, long, short = (
         work / f"{name}.jsonl" for name in ("corpus", "half", "part", "long", "short")
     )
-    rounds = (python_source() for _ in itertools.count())  # a disk that holds less is read again
+    rounds = (python_source() for _ in itertools.count())  # repeat files if the disk has too few
     size = {corpus: write_texts(corpus, itertools.chain.from_iterable(rounds), CORPUS_MB)}
     texts = texts_of(corpus)
     cut = (t[i : i + SHORT] for t in texts for i in range(0, len(t), SHORT))

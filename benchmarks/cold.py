@@ -1,14 +1,14 @@
 """``make bench-cold``: batches from a disk, with no page of the documents in memory.
 
-A thread prepares the same micro batches in the same order, from a .bin whose pages were dropped
-before (posix_fadvise). A trainer takes one every 4 ms. ``page faults`` reads a mapped file as
-usual: a missing page stops the gather, and the system reads around it, as far as the disk's
-read_ahead_kb. ``page faults, exactly`` switches that off (madvise), as if memory were too small for
-the neighboring pages. ``read ahead`` is ``build_loader``: it requests the pages of the next micro
-batches.
+In every case a thread prepares the same micro batches in the same order, from a .bin whose pages
+were dropped from the page cache (posix_fadvise). A trainer takes one every 4 ms. ``page faults``
+reads a mapped file as usual: a missing page blocks the gather, and the kernel also reads its
+neighbors, up to the disk's read_ahead_kb. ``page faults, exactly`` switches that off (madvise), as
+if memory were too small for the neighbors. ``read ahead`` is ``build_loader``: it requests the
+pages of the next micro batches.
 
-``tokens_per_s``: tokens that the trainer got; without waiting it takes TOKENS / TRAINER_SECONDS.
-``waits``: pages for which a gather waited, so a disk with a latency of t adds waits x t;
+``tokens_per_s``: tokens that the trainer received, at most TOKENS / TRAINER_SECONDS.
+``waits``: pages for which a gather waited; a disk with latency t adds waits x t.
 ``read over useful``: bytes read from the disk, divided by bytes of the samples' tokens.
 """
 
@@ -39,8 +39,8 @@ FAULTS, EXACTLY = "page faults", "page faults, exactly"
 
 
 def read(prefix: Path, depth: int | None, how: str, num_batches: int) -> dict[str, Any]:
-    """Run one pass; ``depth``: micro batches of read-ahead, or None."""
-    forget(Path(f"{prefix}.bin"))  # no process maps it now
+    """Run one pass with ``depth`` micro batches of read-ahead; without read-ahead if None."""
+    forget(Path(f"{prefix}.bin"))  # works because no process maps the file now
     documents = IndexedDataset(prefix)
     dataset = PackedDataset(documents, f"{prefix}.samples")
     schedule = Schedule(dataset, tokens_per_step=TOKENS, seed=1)
@@ -49,7 +49,7 @@ def read(prefix: Path, depth: int | None, how: str, num_batches: int) -> dict[st
     layout = BatchLayout(micro_batch_tokens=TOKENS)
     waits = 0
 
-    def batches() -> Iterator[Any]:  # in the thread, whose page faults are counted
+    def batches() -> Iterator[Any]:  # runs in the thread whose page faults are counted
         nonlocal waits
         if how == EXACTLY:
             dataset.disable_readahead()

@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: timers, peak memory, tables, result files (JSON)."""
+"""Helpers of the benchmarks: timers, peak memory, tables, result files (JSON)."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ PACKAGES = (
 
 
 def quick() -> bool:
-    """QUICK=1: a run of less than a minute."""
+    """Return whether QUICK=1 is set: a run of less than a minute."""
     return os.environ.get("QUICK") == "1"
 
 
 class Units(int):
-    """Number of units of work of a call."""
+    """Number of units of work that a call did."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds per unit of work, one value per window; what counts is their median."""
+    """Seconds per unit of work, one value per window; results use the median."""
 
     windows: tuple[float, ...]
 
@@ -68,7 +68,7 @@ class Timing:
 
     @property
     def spread(self) -> float:
-        """Distance of the quartiles over the median."""
+        """Return the distance between the quartiles divided by the median."""
         if len(self.windows) == 1:
             return 0.0
         low, _, high = quantiles(self.windows, n=4, method="inclusive")
@@ -82,7 +82,7 @@ class Timing:
 def in_turns(sides: Mapping[S, Callable[[], T]], rounds: int) -> dict[S, list[T]]:
     """Run all sides in turn in every round; return their results.
 
-    So other load of the machine affects all sides.
+    Other load on the machine then affects all sides.
     """
     found: dict[S, list[T]] = {name: [] for name in sides}
     for _ in range(rounds):
@@ -95,11 +95,11 @@ def in_turns(sides: Mapping[S, Callable[[], T]], rounds: int) -> dict[S, list[T]
 def take_turns(
     sides: Mapping[str, Callable[[], Any]], *, windows: int = 5, seconds: float = 0.0
 ) -> dict[str, Timing]:
-    """The timer of all calls within this process: every side is treated alike.
+    """Time all sides in this process, in turns.
 
-    Each is called once without being timed; then they take turns, ``windows`` times. In its window
-    a side is called until ``seconds`` have passed, at least once. A call that returns a ``Units``
-    did so many; any other did one.
+    Every side is called once untimed, then timed in ``windows`` windows. In a window a side is
+    called until ``seconds`` have passed, at least once. A call that returns a ``Units`` counts as
+    that many units of work; any other call counts as one.
     """
 
     def window(side: Callable[[], Any]) -> float:
@@ -118,16 +118,16 @@ def take_turns(
 
 
 def timed(function: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds and result of what can be done only once."""
+    """Call ``function`` once; return the seconds and its result."""
     begin = time.perf_counter()
     result = function()
     return time.perf_counter() - begin, result
 
 
 def compare_logs(lines: list[dict[str, Any]], whole: list[dict[str, Any]]) -> dict[str, Any]:
-    """Compare the last log line of every step, its samples and its loss, with an undisturbed run.
+    """Compare the samples and the loss of every step's last log line with an undisturbed run.
 
-    If a loss is NaN (null), the difference is None.
+    If a loss is NaN (null in the log), the difference is NaN.
     """
     ours, theirs = ({line["step"]: line for line in of} for of in (lines, whole))
     losses = [(ours[i]["loss"], theirs[i]["loss"]) for i in theirs if i in ours]
@@ -141,20 +141,20 @@ def compare_logs(lines: list[dict[str, Any]], whole: list[dict[str, Any]]) -> di
 
 
 def _memory(kind: str) -> int:
-    """Bytes of this process (Linux): VmHWM is the largest resident size so far."""
+    """Return a memory size of this process in bytes (Linux); VmHWM: the largest resident size."""
     found = re.search(rf"^{kind}:\s*(\d+)", Path("/proc/self/status").read_text(), re.MULTILINE)
     return int(found[1]) * 1024 if found else 0
 
 
 def in_child(fn: Callable[[], Any]) -> Any:
-    """Run ``fn()`` in a forked process, whose imports and memory are then gone.
+    """Run ``fn()`` in a forked process, so that its imports and memory do not stay here.
 
     Returns:
         Its result, which must be picklable. A dict also gets "peak_bytes", the largest increase of
         the resident size, and "private_bytes", the increase of private memory (0 if it shrank).
 
     Raises:
-        RuntimeError: the child died (its message is on stderr).
+        RuntimeError: if the child died; stderr has its message.
     """
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
@@ -162,7 +162,7 @@ def in_child(fn: Callable[[], Any]) -> Any:
     def run() -> None:
         private = _memory("RssAnon")
         ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")  # a new peak begins
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak
         peak = _memory("VmHWM")
         result = fn()
         if isinstance(result, dict):
@@ -186,8 +186,8 @@ def peer_of(name: str, load: Callable[[], T], variable: str = "", *folders: str)
 
     Args:
         name: name of the peer.
-        load: imports it and returns how to call it.
-        variable: environment variable with its checkout; "": it is installed.
+        load: imports the peer and returns a function that calls it.
+        variable: environment variable with the peer's checkout; "" if the peer is installed.
         folders: folders of the checkout to import from; empty: the checkout itself.
     """
     checkout = os.environ.get(variable, "")
@@ -204,7 +204,7 @@ def peer_of(name: str, load: Callable[[], T], variable: str = "", *folders: str)
 
 
 def checkout_commit(variable: str) -> str | None:
-    """As ``commit``, of the checkout that a variable names; None where it names none."""
+    """Return the ``commit`` of the checkout that a variable names; None if it is not set."""
     checkout = os.environ.get(variable)
     return commit(Path(checkout)) if checkout else None
 
@@ -212,10 +212,10 @@ def checkout_commit(variable: str) -> str | None:
 def only(known: Iterable[str], *, others: str = "") -> list[str]:
     """Return the names of ``known`` that ONLY=a,b selects, in their order; without ONLY all.
 
-    ``others`` is a command that gets the same ONLY and may know other names; "": no such command.
+    ``others`` names a command that reads the same ONLY and may know different names; "" if none.
 
     Raises:
-        SystemExit: a name is unknown.
+        SystemExit: if a name is unknown and ``others`` is "".
     """
     known = list(known)
     asked = [name for name in os.environ.get("ONLY", "").split(",") if name]
@@ -230,10 +230,10 @@ def only(known: Iterable[str], *, others: str = "") -> list[str]:
 def write_results(name: str, results: Any, *, parts: str = "", **tables: Any) -> Path:
     """Write ``results`` (JSON) to results/NAME-HOST-DATE.json (QUICK: NAME-quick-HOST-DATE.json).
 
-    Adds the environment, then prints ``tables``, title -> rows. ``parts`` is the column with the
-    part (ONLY) of a row. ``results`` is then a dictionary of lists; rows of other parts stay in the
-    file, also if another process writes it meanwhile, and "measured" records for every part when,
-    where and with which load it was measured.
+    The file also records the environment. Then print ``tables``, title -> rows. ``parts`` is the
+    column that names the part (ONLY) of a row; ``results`` is then a dictionary of lists. Rows of
+    parts that did not run stay in the file, even if two processes write it at the same time, and
+    "measured" records for every part when, where and under which load it was measured.
     """
     RESULTS.mkdir(exist_ok=True)
     file = f"{name}-quick" if quick() else name
@@ -247,7 +247,7 @@ def write_results(name: str, results: Any, *, parts: str = "", **tables: Any) ->
     }  # fmt: skip
     if parts:
         now = {key: run[key] for key in ("date", "commit", "cpu")}
-        now["load_average"] = os.getloadavg()[2]  # of a quarter of an hour
+        now["load_average"] = os.getloadavg()[2]  # mean of 15 minutes
         those = (row[parts] for rows in results.values() if isinstance(rows, list) for row in rows)
         measured = [{parts: part, **now} for part in dict.fromkeys(those)]
         run |= {"parts": parts, "results": {**results, "measured": measured}}
@@ -266,9 +266,9 @@ def write_results(name: str, results: Any, *, parts: str = "", **tables: Any) ->
 
 
 def merge_run(old: dict[str, Any] | None, run: dict[str, Any]) -> dict[str, Any]:
-    """Merge a run of some parts with an older run's rows of other parts (both QUICK or neither).
+    """Add the rows that an older run has for other parts to a run of some parts.
 
-    A run without parts is returned unchanged.
+    A run without parts is returned unchanged, and so is a run if only one of the two is QUICK.
     """
     part = run.get("parts")
     if not part or old is None or old["quick"] != run["quick"]:
@@ -287,7 +287,7 @@ def merge_run(old: dict[str, Any] | None, run: dict[str, Any]) -> dict[str, Any]
 
 
 def commit(checkout: Path = Path(__file__).parent) -> str | None:
-    """Return the commit of a checkout, with "+changes" if files differ; None without git."""
+    """Return the commit of a checkout, "+changes" if tracked files differ; None without git."""
     git = ["git", "-C", str(checkout)]
     try:
         head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True)

@@ -1,23 +1,23 @@
-"""Decisions of the autopilot and edits of runs, in real processes; a part of ``make faults``.
+"""Tests of the autopilot and of edits of runs, in real processes; a part of ``make faults``.
 
     make bench-edits                  # ten minutes
     ONLY="noise,mirror" make bench-edits    # keeps the logged rows of other parts
 
 - noise: 200 noise documents in a corpus, without the autopilot and with it, on 1, 2 and 4 ranks,
   killed at random steps and resumed; ZeRO-3; and ten runs without noise, for false alarms. The
-  learning rate falls to 0, as in a real run, so lost quality is not simply learned again
-- seeds: the same with three other seeds; a run has recovered if its loss, 100 steps after the
-  noise,
-  is at most the loss before
-- mixing: a rule that doubles the source that is learned fastest; resumed five times, on other ranks
-- branches: two from one milestone, one with another mixture, each compared with a run of its
+  learning rate falls to 0, as in a real run, so a damaged model cannot simply relearn
+- seeds: the same with three more seeds; a run has recovered if its loss 100 steps after the noise
+  is at most the loss before it
+- mixing: a rule doubles the weight of the source that is learned fastest; the run is resumed five
+  times, also on different numbers of ranks
+- branches: two from one milestone, one with a different mixture, each compared with a run of its
   configuration from step 0 on
 - mirror: a node's disk is emptied and restored from moto's S3 server
 
-Every row compares a run with an undisturbed one: decisions, samples, the largest relative
-difference of a loss, and the largest difference of a weight at the end. With the same number of
-ranks and ZeRO stage all are bit-identical; otherwise losses and weights differ by rounding and its
-growth.
+Every row compares a run with an undisturbed run: decisions, samples, the largest relative
+difference of a loss, and the largest difference of a weight at the end. With equal numbers of ranks
+and equal ZeRO stages, all are bit-identical; otherwise rounding makes losses and weights differ,
+more with every step.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ from tests.training.processes import Zygote, read_log, start_run
 Found = dict[str, Any]
 Lines = list[dict[str, Any]]
 
-BEGIN, NOISE = 80, 25  # steps: 200 documents of noise
+BEGIN, NOISE = 80, 25  # first step and number of steps of the noise (200 documents)
 NUM_STEPS = BEGIN + NOISE + 105
 BRANCH_AT, MIXED_EVERY = 30, 8
 SEEDS = range(2 if quick() else 10)
-OTHER_SEEDS = range(1, 2 if quick() else 4)  # than 0, which the rows of "noise" have
+OTHER_SEEDS = range(1, 2 if quick() else 4)  # the rows of "noise" have seed 0
 RANKS = (1, 2) if quick() else (1, 2, 4)
 
 
@@ -90,7 +90,7 @@ def weights(run_dir: Path) -> dict[str, torch.Tensor]:
 
 
 def beside(ours: Path, theirs: Path) -> Found:
-    """A run and the one that nothing happened to, by their configurations."""
+    """Compare a run with the undisturbed run; both are given by their configuration files."""
     runs = [config.with_suffix("") for config in (ours, theirs)]
     decided, logs = ([of(run) for run in runs] for of in (stages, read_log))
     mine, other = map(weights, runs)
@@ -101,7 +101,7 @@ def beside(ours: Path, theirs: Path) -> Found:
 
 
 class Place:
-    """A folder for runs, and what starts them."""
+    """Folder of runs; starts and kills them."""
 
     def __init__(self, folder: Path, zygote: Zygote) -> None:
         folder.mkdir()
@@ -109,19 +109,19 @@ class Place:
         self.random = random.Random(0)
 
     def train(self, config: Path, *overrides: str, ranks: int, **more: Any) -> Lines:
-        """To its end; the log."""
+        """Train a run to its end; return its log."""
         start_run(self.zygote, config, "run", *overrides, ranks=ranks, **more).succeed()
         return read_log(config.with_suffix(""))
 
     def kill(self, config: Path, step: int, *, ranks: int, **more: Any) -> None:
-        """Start it, and have all ranks killed when they are about to take a step."""
+        """Start a run whose ranks are all killed just before ``step``."""
         fault = {rank: {"faults": {"kill_before_step": [step]}} for rank in range(ranks)}
         started = start_run(self.zygote, config, f"to{step}", ranks=ranks, of_rank=fault, **more)
         assert -signal.SIGKILL in started.wait(), started.output()[-3000:]
 
     def killed(self, config: Path, times: int, of_ranks: Sequence[int], **more: Any) -> list[int]:
-        """All ranks killed at so many random steps, each time on the next number of ranks, and
-        trained to the end; the steps."""
+        """Kill all ranks at ``times`` random steps, with the next of ``of_ranks`` ranks each time,
+        then train to the end. Return the steps."""
         num_steps = yaml.safe_load(config.read_text())["num_steps"]
         victims = sorted(self.random.sample(range(num_steps // 10, num_steps), times))
         for turn, victim in enumerate(victims):
@@ -135,7 +135,8 @@ class Place:
 
 
 def noise_config(folder: Path, name: str, *, noise: int = NOISE, **sections: Any) -> Path:
-    """A run over walks with a stretch of noise, which throws it far: no gradient is clipped."""
+    """Write the configuration of a run with steps of noise. Gradients are not clipped, so the noise
+    raises the loss far."""
     data = folder / f"noise{noise}"
     if not data.exists():
         data.mkdir()
@@ -156,7 +157,7 @@ def noise_config(folder: Path, name: str, *, noise: int = NOISE, **sections: Any
 
 
 def _levels(lines: Lines, after: int) -> list[float]:
-    """The median of ten losses before the noise, and a hundred steps after it is over."""
+    """Return the median of ten losses before the noise, and of ten about 100 steps later."""
     return [median(line["loss"] for line in lines[i : i + 10]) for i in (BEGIN - 15, after + 95)]
 
 
@@ -165,7 +166,7 @@ def _said(lines: Lines, after: int) -> str:
 
 
 def noise(place: Place) -> Iterator[Found]:
-    """Passed by the autopilot, and not without it."""
+    """Yield rows of runs with noise: without the autopilot, with it, killed and resumed."""
     config = noise_config(place.folder, "without", autopilot={"spikes": False})
     row = {"what": "200 documents of noise", "how": "no autopilot", "ranks": "1"}
     yield {**row, "found": _said(place.train(config, ranks=1), BEGIN + NOISE)}
@@ -183,7 +184,7 @@ def noise(place: Place) -> Iterator[Found]:
 
 
 def seeds(place: Place) -> Iterator[Found]:
-    """Other initial weights: who recovers, and whether numbers of ranks decide alike."""
+    """Yield rows for more seeds: which runs recover, and whether 1 and 2 ranks decide alike."""
     recovered = dict.fromkeys(("without", "1", "2"), 0)
     same: list[Found] = []
     for seed in OTHER_SEEDS:
@@ -199,7 +200,7 @@ def seeds(place: Place) -> Iterator[Found]:
             print(f"seed {seed}, {name}: {before:.2f}, {later:.2f}, {decided}")
         same.append(beside(configs["2"], configs["1"]))
     num_seeds = len(OTHER_SEEDS)
-    alike = sum(row.get("same_decisions", True) for row in same)  # True: none on either
+    alike = sum(row.get("same_decisions", True) for row in same)  # no key: no decisions
     row = {"what": f"200 documents of noise, seeds {min(OTHER_SEEDS)} to {max(OTHER_SEEDS)}"}
     said = f"{recovered['without']} of {num_seeds} recovered"
     yield {**row, "how": "no autopilot", "ranks": "1", "found": said}
@@ -213,7 +214,7 @@ def seeds(place: Place) -> Iterator[Found]:
 
 
 def zero_3(place: Place) -> Iterator[Found]:
-    """Going back in the same processes with divided parameters."""
+    """Yield the row about rollbacks in the same processes with partitioned parameters."""
     configs = {}
     for stage in (1, 3):
         engine = {"precision": "fp32", "zero_stage": stage}
@@ -226,7 +227,7 @@ def zero_3(place: Place) -> Iterator[Found]:
 
 
 def false_alarms(place: Place) -> Iterator[Found]:
-    """Return the row about runs without noise."""
+    """Yield the row about runs without noise."""
     found = []
     for seed in SEEDS:
         config = noise_config(place.folder, f"clean{seed}", noise=0, seed=seed)
@@ -241,7 +242,7 @@ def false_alarms(place: Place) -> Iterator[Found]:
 
 
 def mixing(place: Place) -> Iterator[Found]:
-    """The rule that doubles the weight of what is learned fastest."""
+    """Yield rows of a rule that doubles the weight of the source that is learned fastest."""
     corpus = make_corpus(place.folder)
     blend = write_blend(place.folder / "blend.yaml", corpus)
     sections: dict[str, Any] = {
@@ -263,7 +264,7 @@ def mixing(place: Place) -> Iterator[Found]:
 
 
 def branches(place: Place) -> Iterator[Found]:
-    """From one milestone: a decay, and another mixture."""
+    """Yield rows of branches from one milestone: a learning rate decay, a different mixture."""
     corpus = make_corpus(place.folder)
     blend = write_blend(place.folder / "blend.yaml", corpus)
     sections: dict[str, Any] = {
@@ -303,7 +304,7 @@ def branches(place: Place) -> Iterator[Found]:
 
 
 def mirror(place: Place) -> Iterator[Found]:
-    """All of a node's disk is gone: its run, and its cache."""
+    """Yield the row of a restore after a node's run directory and cache are deleted."""
     corpus, cache = make_corpus(place.folder), place.folder / "cache"
     address = f"s3://{BUCKET}/run"
     with serve_objects(free_port()) as url:

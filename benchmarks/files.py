@@ -1,17 +1,17 @@
 """``make bench-files``: many files as one source, from start to the first batch of one rank of 64.
 
 Every file is a separately packed .idx with a sparse .bin; steps have 3 Mi tokens. Each side runs in
-a separate process after its imports. ``shard manifest``: the files as one source, packed with
+a separate process; imports do not count. ``shard manifest``: the files as one source, packed with
 ``pack --output NAME.shards.json``. ``blend of files``: each file is a source, all opened at the
 start. ``GPTDataset``: megatron-core's builder over the same files with equal weights, to the first
-row; the first start builds the indices of every file, a later one finds its cache.
+row; the first start builds the indices of every file, a later start loads them from its cache.
 
-``cold``: the pages of the files were dropped before (posix_fadvise); the system may still cache
-names and inodes. ``private``: private memory of the process. ``opened``: files that were opened,
-which are those with samples of the step. megapack has no barrier at the start; Megatron's other
-ranks wait until rank 0 has built.
+``cold``: the pages of the files were dropped from the page cache (posix_fadvise); the kernel may
+still cache names and inodes. ``private``: private memory of the process. ``opened``: number of
+opened files; with a manifest, only those with samples of the step. With Megatron, the other ranks
+wait at the start until rank 0 has built the indices; megapack has no such barrier.
 
-10,000 files of 10,000 documents (4 GB of disk), 1,000 of them for the other sides.
+The manifest has 10,000 files of 10,000 documents (4 GB of disk), the other sides 1,000 of them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MANIFEST = "web.shards.json"
 
 
 def packed(folder: Path, prefixes: list[str]) -> dict[str, Any]:
-    """The shards packed by the command, and one that came later."""
+    """Pack all shards but the last with the command, then add the last; return the row."""
     buckets = ",".join(map(str, BUCKETS))
     command = [sys.executable, "-m", "megapack.cli.main", "pack", "--buckets", buckets]
     command += ["--output", str(folder / MANIFEST)]
@@ -62,7 +62,7 @@ def packed(folder: Path, prefixes: list[str]) -> dict[str, Any]:
 
 
 def first_batch(dataset: PackedDataset) -> dict[str, Any]:
-    """Measure rank 0: time and memory from an open dataset on, and the files that it opened."""
+    """Make the first batch of rank 0; return the samples of the step and the opened files."""
     schedule = Schedule(dataset, tokens_per_step=RANKS * TOKENS_PER_RANK, seed=1)
     rank = {"data_parallel_rank": 0, "data_parallel_size": RANKS}
     sizes = {"micro_batch_tokens": TOKENS_PER_RANK, "prefetch": 0}
@@ -94,7 +94,7 @@ def measured(
     side: Callable[[Path, list[str]], dict[str, Any]], folder: Path, prefixes: list[str], cold: bool
 ) -> dict[str, Any]:
     """Measure a start in a separate process."""
-    if cold:  # of .bin, which are holes, nothing is kept but what was read
+    if cold:  # except the sparse .bin files, of which only read pages are cached
         forget(*(path for path in folder.rglob("*") if path.is_file() and path.suffix != ".bin"))
 
     def run() -> dict[str, Any]:
@@ -110,7 +110,7 @@ def measured(
 
 
 def forget(*paths: Path) -> None:
-    """Have the system drop every page of files."""
+    """Drop every page of files from the page cache."""
     os.sync()
     for path in paths:
         with path.open("rb") as file:
@@ -118,7 +118,7 @@ def forget(*paths: Path) -> None:
 
 
 def starts(folder: Path, prefixes: list[str], num_documents: int) -> list[dict[str, Any]]:
-    """Cold and warm starts of one side after the other on as many files as each can bear."""
+    """Measure cold and warm starts of every side; slow sides get at most 1,000 files."""
     some = prefixes[: min(len(prefixes), 100 if quick() else 1000)]
     sides: list[tuple[str, Callable[..., dict[str, Any]], list[str], list[str]]] = [
         ("shard manifest", start_of_manifest, prefixes, ["cold", "warm"]),
@@ -143,10 +143,10 @@ def main() -> None:
         folder = Path(name)
         lengths = LAWS["fineweb_edu_like"](num_documents, 1)
         prefixes = [str(folder / f"web{number:05d}") for number in range(num_files)]
-        for number, prefix in enumerate(prefixes):  # as many documents each, in another order
+        for number, prefix in enumerate(prefixes):  # the same lengths in different orders
             write_index(Path(prefix), np.roll(lengths, number))
         work = packed(folder, prefixes)
-        # Before the children: what they measure begins with everything imported.
+        # Import before the forks, so that the children do not measure imports.
         import megatron.core.datasets.blended_megatron_dataset_builder  # noqa: PLC0415
         import megatron.core.datasets.gpt_dataset  # noqa: F401, PLC0415
 

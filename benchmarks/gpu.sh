@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# make gpu: everything that needs a CUDA device, one part after the other, each with its time.
+# make gpu: run everything that needs a CUDA device, part by part, and time each part.
 #
 #     make gpu                                     # about an hour on an H200
 #     make gpu OUT=/a/folder PARTS="tests train_350m"
-#     PYTHON=python3 bash benchmarks/gpu.sh        # with an installation of one's own, no .venv
+#     PYTHON=python3 bash benchmarks/gpu.sh        # with your own installation, without .venv
 #
 # A part that fails or takes longer than LIMIT seconds does not stop the others; the exit code is
-# then 1. OUT (default runs/gpu) gets PART.log, the results/ a part wrote, and summary.txt.
+# then 1. The script writes PART.log, results/ and summary.txt to OUT (default runs/gpu).
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -44,7 +44,7 @@ for name in $PARTS; do
     begin=$SECONDS
     part "$name" 2>&1 | tee "$OUT/$name.log"
     code=${PIPESTATUS[0]}
-    # Parts share the names of their results, so each one's are copied.
+    # Parts write result files of equal names, so copy them before the next part.
     find benchmarks/results -name '*.json' -newer "$stamp" \
         -exec sh -c 'cp "$2" "$0/results/$1-${2##*/}"' "$OUT" "$name" {} \;
     rm -f "$stamp"

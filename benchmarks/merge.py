@@ -1,11 +1,11 @@
-"""Many shards into one dataset: megapack's merge and megatron-core's add_index/finalize.
+"""Merge of many shards into one dataset, by megapack and by megatron-core (add_index, finalize).
 
     make bench-merge            # 2 million short documents, 128,000 of usual length
 
-All sides merge the same shards, warm in the page cache, in turns. Time is that of the merge alone
-(megapack's includes bringing the result to disk, which megatron-core leaves to the kernel); memory
-is the peak above what a process had before its only merge. Both results are compared byte by byte.
-With short documents the index decides, with documents of usual length the copying of tokens.
+All sides merge the same shards in turns, from a warm page cache. The time covers the merge alone
+(megapack's includes fsync; megatron-core leaves the writing to the kernel); memory is the growth of
+the peak in a process that merges once. Both results are compared byte by byte. With short documents
+the index dominates the time, with documents of usual length the copying of tokens.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def measure(
 
 
 def removed_first(side: partial[Any]) -> dict[str, Any]:
-    """Merge as if for the first time."""
+    """Remove the output, then run the side."""
     output: Path = side.args[-1]
     for path in output.parent.glob(f"{output.name}.*"):
         path.unlink()

@@ -1,9 +1,10 @@
-"""Servers on the loopback interface, and a line to them that is slow, narrow or broken.
+"""Local object stores, and a proxy that makes the connection to them slow, narrow or faulty.
 
-``serve_objects`` is moto's S3 server, for tests. It copies the whole object for every range of it,
-so what is measured is read from ``serve_files``: aiohttp's file server, which answers GET and HEAD
-with ranges and ETags as S3 does, and takes any signature. ``Line`` is a proxy before any server: it
-adds latency, shares a bandwidth among all connections, counts, and fails as networks and stores do.
+``serve_objects`` is moto's S3 server, for tests. It copies the whole object for every range, so
+measurements read from ``serve_files``: aiohttp's file server, which answers GET and HEAD with
+ranges and ETags like S3, and accepts any signature. ``Line`` is a proxy in front of a server: it
+adds latency, shares a bandwidth among all connections, counts requests and bytes, and injects the
+faults of networks and stores.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from pathlib import Path
 
 BUCKET = "bucket"
 _CHUNK = 1 << 18
-_UNTIL_CLOSED = 1 << 62  # bytes of a body, or as many as come
+_UNTIL_CLOSED = 1 << 62  # as the length of a body: read until the connection closes
 
 
 @contextlib.contextmanager
 def serve_objects(port: int) -> Iterator[str]:
-    """Run moto's server with one empty bucket; its URL."""
+    """Run moto's server with one empty bucket; yield its URL."""
     moto = (sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port))
     with running(port, *moto) as url:
         request = urllib.request.Request(f"{url}/{BUCKET}", method="PUT")
@@ -41,14 +42,14 @@ def serve_objects(port: int) -> Iterator[str]:
 
 @contextlib.contextmanager
 def serve_files(port: int, folder: Path) -> Iterator[str]:
-    """Serve the folders in a folder as buckets, read-only; its URL."""
+    """Serve the subfolders of ``folder`` as read-only buckets; yield the URL."""
     with running(port, sys.executable, __file__, str(port), str(folder)) as url:
         yield url
 
 
 @contextlib.contextmanager
 def running(port: int, *command: str) -> Iterator[str]:
-    """Run a command that serves a port; its URL."""
+    """Run a command that serves a port; yield its URL."""
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     server = subprocess.Popen(command, **quiet)
     try:
@@ -65,7 +66,7 @@ def running(port: int, *command: str) -> Iterator[str]:
 
 
 def environment_of(url: str) -> dict[str, str]:
-    """Variables by which clients talk to the store at a URL."""
+    """Return the environment variables that point clients to the store at a URL."""
     return {
         "AWS_ENDPOINT_URL": url,
         "AWS_ACCESS_KEY_ID": "key",
@@ -76,13 +77,13 @@ def environment_of(url: str) -> dict[str, str]:
 
 
 def use_store(url: str) -> None:
-    """Have clients of this process and its children talk to the store at a URL."""
+    """Point clients of this process and of its children to the store at a URL."""
     os.environ.update(environment_of(url))
 
 
 @dataclass
 class Faults:
-    """Shares of requests that go wrong, each in its way."""
+    """Share of requests with each fault."""
 
     slow_down: float = 0.0  # answered 503 SlowDown
     cut: float = 0.0  # closed in the middle of the body
@@ -91,21 +92,21 @@ class Faults:
     expired: float = 0.0  # answered 400 ExpiredToken
 
     def choose(self, rng: random.Random) -> str | None:
-        """The name of what goes wrong with the next request, mostly None."""
+        """Return the fault of the next request, mostly None."""
         shares = vars(self)
         return rng.choices([*shares, None], [*shares.values(), 1 - sum(shares.values())])[0]
 
 
 @dataclass(eq=False)
 class Line:
-    """A proxy for HTTP/1.1, in a thread of this process, while ``open()`` lasts.
+    """Proxy for HTTP/1.1; runs in a thread of this process inside ``with line.open()``.
 
     Args:
-        port: where it listens.
-        server: URL of what it leads to.
-        latency: seconds before an answer begins.
+        port: port that the proxy listens on.
+        server: URL of the server behind the proxy.
+        latency: seconds before an answer starts.
         bandwidth: bytes per second of all bodies together; None: no limit.
-        faults: of requests of the method ``faulty``.
+        faults: shares of faults among requests of the method ``faulty``.
     """
 
     port: int
@@ -136,7 +137,7 @@ class Line:
             for task in rest:
                 task.cancel()
             await asyncio.gather(*rest, return_exceptions=True)
-            await asyncio.sleep(0)  # their connections close
+            await asyncio.sleep(0)  # let their connections close
 
         thread = threading.Thread(target=loop.run_until_complete, args=(serve(),), daemon=True)
         thread.start()
@@ -149,13 +150,13 @@ class Line:
             loop.close()
 
     async def _serve(self, client: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:
-        left = (OSError, EOFError, asyncio.CancelledError)  # either side, or all of us
+        left = (OSError, EOFError, asyncio.CancelledError)  # a side left, or the proxy stops
         with contextlib.closing(back), contextlib.suppress(*left):
             alive = True
             while alive:
                 head = await client.readuntil(b"\r\n\r\n")
                 host, _, port = self.server.removeprefix("http://").partition(":")
-                # The server closes after every answer; the line keeps its clients' connections.
+                # One server connection per answer; clients keep their connections.
                 server, ahead = await asyncio.open_connection(host, int(port), limit=_CHUNK)
                 with contextlib.closing(ahead):
                     alive = await self._pass_on(head, client, back, server, ahead)
@@ -168,10 +169,10 @@ class Line:
         server: asyncio.StreamReader,
         ahead: asyncio.StreamWriter,
     ) -> bool:
-        """One request and its answer; whether the connection lives on."""
+        """Forward a request and its answer; return whether the client's connection stays open."""
         method = head.partition(b" ")[0].decode()
         head, expects = re.subn(rb"(?i)\r\nexpect: *100-continue", b"", head)
-        if expects:  # a client that waits for a word before it sends a body
+        if expects:  # the client sends its body only after this answer
             back.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         ahead.write(head.replace(b"\r\n", b"\r\nConnection: close\r\n", 1))
         async for data in _body(client, _length(head)):
@@ -204,7 +205,7 @@ class Line:
         return fault != "cut"
 
     async def _spend(self, num_bytes: int) -> None:
-        """Wait until so many bytes have passed the line."""
+        """Wait until the bandwidth allows this many more bytes."""
         if self.bandwidth is None:
             return
         now = time.monotonic()
@@ -213,7 +214,7 @@ class Line:
 
 
 async def _body(reader: asyncio.StreamReader, num_bytes: int) -> AsyncIterator[bytes]:
-    """Some at a time. Raises EOFError: the other side left."""
+    """Yield a body in chunks. Raises EOFError if the sender disconnects."""
     while num_bytes:
         data = await reader.read(min(num_bytes, _CHUNK))
         if not data and num_bytes > _UNTIL_CLOSED // 2:
@@ -225,7 +226,7 @@ async def _body(reader: asyncio.StreamReader, num_bytes: int) -> AsyncIterator[b
 
 
 def _length(head: bytes) -> int:
-    """Return the length of the body; a chunked body ends with its connection."""
+    """Return the length of the body; ``_UNTIL_CLOSED`` for a chunked body."""
     if re.search(rb"(?i)\r\ntransfer-encoding:", head):
         return _UNTIL_CLOSED
     found = re.search(rb"(?i)\r\ncontent-length: *(\d+)", head)

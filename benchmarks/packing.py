@@ -1,18 +1,18 @@
 """``make bench-packing``: every packing strategy compared with its peers, on the same lengths.
 
-Nanoseconds per document, the same divided by one pass of numpy (``np.cumsum``, which depends less
-on the machine), peak memory, samples divided by the minimum, and speedup over the peer. Strategy,
-peer and pass are warmed up and take turns in one process, on one core unless stated. For the
-resulting samples see ``make bench-composition``.
+Columns: nanoseconds per document, the same divided by one pass of numpy (``np.cumsum``; this ratio
+depends less on the machine), peak memory, samples above the minimum, and speedup over the peer.
+Strategy, peer and pass are warmed up and take turns in one process, on one core unless stated.
+``make bench-composition`` measures the resulting samples.
 
 Both sides of a row do the same work, named by ``what``: ``index only`` (documents of each sample;
-no tokens are copied) or ``index and tokens`` (also writes every sample's tokens; ours with
-``PackedDataset`` from a file in the page cache). A peer with settings is measured with each of
-them; the ratio compares with its fastest, whose padding is ``peer_excess_%``. Python peers get
-2,000 documents, which favors them: their time per document grows with the number, ours falls.
+no tokens are copied) or ``index and tokens`` (also writes every sample's tokens; megapack with
+``PackedDataset`` from a file in the page cache). A peer is measured with each of its settings; the
+speedup is over its fastest, whose padding is ``peer_excess_%``. Python peers pack 2,000 documents,
+which favors them: with more documents their time per document grows, while megapack's falls.
 
-Peers: megatron-core and TRL, as installed; axolotl's compiled packer (AXOLOTL: its checkout; it
-needs numba), NeMo RL's modified first fit decreasing (NEMO_RL; Python), grain's best fit (needs
+Peers: megatron-core and TRL, as installed; axolotl's compiled packer (AXOLOTL=CHECKOUT; needs
+numba), NeMo RL's modified first fit decreasing (NEMO_RL=CHECKOUT; Python), grain's best fit (needs
 grain, array-record, etils, portpicker, cloudpickle, absl-py). Only a benchmark needs these:
 ``pip install --no-deps --target FOLDER numba llvmlite grain ...``, and FOLDER on PYTHONPATH. A
 missing peer is reported and skipped. QUICK=1: up to a million documents, less than a minute.
@@ -42,20 +42,21 @@ from megapack.packing import STRATEGIES, pack
 CAPACITY = 4096
 BUCKETS = [1024, 2048, 4096]
 
-# ---- Peers, as installed: each returns its samples, or None --------------------------------------
+# ---- Peers: each returns a function that packs and returns the number of samples, or None --------
 
 # Megatron warns about missing packages that the sample index does not need.
 warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core\.")
 
 
 class _PlannedError(Exception):
-    """Raised where TRL would begin to move tokens."""
+    """Raised when TRL starts to move tokens."""
 
 
 def trl_plan(lengths: Lengths, capacity: int) -> Callable[[], None]:
-    """TRL's best-fit decreasing over all documents at once: its own function runs on lists of
-    nulls. What it does to tokens before it plans (it filters out empty documents; there are none)
-    is skipped, and it is stopped when the plan is made.
+    """Return TRL's best-fit decreasing over all documents at once.
+
+    TRL's own function runs on lists of nulls. Its filter of empty documents is skipped, since there
+    are none, and the function is stopped as soon as its plan is complete.
     """
     import pyarrow as pa  # noqa: PLC0415
     from trl import data_utils  # noqa: PLC0415
@@ -82,7 +83,7 @@ def trl_plan(lengths: Lengths, capacity: int) -> Callable[[], None]:
 
 
 def trl_pack_dataset(lengths: Lengths, capacity: int) -> Callable[[], int]:
-    """TRL as its users call it: `pack_dataset`, with int32 tokens, in its batches of 1000."""
+    """Return TRL's public `pack_dataset`, with int32 tokens, in its batches of 1000."""
     import datasets  # noqa: PLC0415
     import pyarrow as pa  # noqa: PLC0415
     from trl import pack_dataset  # noqa: PLC0415
@@ -97,7 +98,7 @@ def trl_pack_dataset(lengths: Lengths, capacity: int) -> Callable[[], int]:
 
 
 def megatron_index(lengths: Lengths, capacity: int, *, shuffle: bool) -> Callable[[], int]:
-    """Megatron-core's GPTDataset: document index (shuffled with numpy), sample index."""
+    """Return the indexing of megatron-core's GPTDataset: document index, sample index."""
     from megatron.core.datasets import helpers  # noqa: PLC0415
 
     num_tokens = int(lengths.sum(dtype=np.int64))
@@ -113,14 +114,14 @@ def megatron_index(lengths: Lengths, capacity: int, *, shuffle: bool) -> Callabl
 
 
 def pieces(lengths: Lengths, capacity: int) -> Lengths:
-    """For those who split nothing: documents cut at the capacity beforehand, untimed."""
+    """Cut documents at the capacity, untimed, for peers that do not split."""
     whole = np.full(int((lengths // capacity).sum()), capacity, np.int32)
     rest = lengths % capacity
     return np.concatenate([whole, rest[rest > 0]])
 
 
 def axolotl(lengths: Lengths, capacity: int, *, group_size: int) -> Callable[[], int]:
-    """First fit over groups of documents, compiled by numba, in this process."""
+    """Return axolotl's first fit over groups of documents, compiled by numba, in this process."""
     theirs = importlib.import_module("axolotl.utils.samplers.multipack")
     cut = pieces(lengths, capacity)
     how = {"bin_capacity": capacity, "group_size": group_size, "bin_size": 200, "num_processes": 1}
@@ -135,7 +136,7 @@ def nemo_rl(lengths: Lengths, capacity: int) -> Callable[[], int]:
 
 
 def grain(lengths: Lengths, capacity: int, *, bins: int, fit: str) -> Callable[[], int]:
-    """Its packing iterator over documents in memory, all samples taken."""
+    """Return a function that takes all samples of grain's iterator over documents in memory."""
     theirs = importlib.import_module("grain")
     packing = getattr(importlib.import_module("grain.experimental"), f"{fit}FitPackIterDataset")
     cut = pieces(lengths, capacity)
@@ -154,10 +155,10 @@ class Peer:
     """A peer's packer. ``settings``: name -> (lengths, capacity) -> the function to time."""
 
     settings: Mapping[str, Callable[[Lengths, int], Callable[[], int | None]]]
-    most: int = 1 << 40  # documents beyond which it takes minutes, or its tokens gigabytes
-    tokens: bool = False  # whether it writes the samples' tokens, too
-    variable: str = ""  # names its checkout; "": it is installed
-    folder: str = ""  # of the checkout, to import from
+    most: int = 1 << 40  # most documents; more would take minutes, or gigabytes of tokens
+    tokens: bool = False  # whether the peer also writes the samples' tokens
+    variable: str = ""  # environment variable with the checkout; "" if the peer is installed
+    folder: str = ""  # folder of the checkout to import from
 
 
 PEERS = {
@@ -183,7 +184,7 @@ PEERS = {
 
 @dataclass(frozen=True)
 class Case:
-    """A strategy; ``goal``: passes of numpy to stay below at 1e7; ``peer``: whom to beat."""
+    """Strategy; ``goal``: most time at 1e7 documents, in numpy passes; ``peer``: key of PEERS."""
 
     name: str
     strategy: str
@@ -228,7 +229,7 @@ def main() -> None:
 
 
 def measure(num_documents: int) -> list[dict[str, Any]]:
-    """One row per strategy."""
+    """Measure all strategies; return one row each."""
     lengths = LAWS["fineweb_edu_like"](num_documents)
     rows = []
     for case in CASES:
@@ -246,7 +247,7 @@ def measure(num_documents: int) -> list[dict[str, Any]]:
 
 
 def call_of(case: Case, lengths: Lengths, **options: Any) -> Any:
-    """The call that is measured."""
+    """Return the call that is measured."""
     buckets = BUCKETS if STRATEGIES[case.strategy].many_buckets else [CAPACITY]
     return partial(pack, lengths, case.strategy, buckets=buckets, **case.parameters, **options)
 
@@ -263,7 +264,7 @@ def memory_of(case: Case, lengths: Lengths) -> dict[str, Any]:
 
 
 def with_tokens(case: Case, lengths: Lengths, folder: Path) -> Callable[[], int]:
-    """The call, and all samples gathered, a row at a time into one buffer."""
+    """Return a function that packs, then gathers every sample into the same one-row buffer."""
     documents = write_documents(folder / "documents", lengths, vocabulary=50_000, dtype=np.int32)
     layout = BatchLayout(micro_batch_tokens=CAPACITY)
     out = allocate(CAPACITY)
@@ -278,7 +279,7 @@ def with_tokens(case: Case, lengths: Lengths, folder: Path) -> Callable[[], int]
 
 
 def times_of(case: Case, lengths: Lengths) -> dict[str, Any]:
-    """The strategy with one thread and two, a pass of numpy, and the peer at its settings."""
+    """Time the strategy with one thread and two, a numpy pass, and the peer at its settings."""
     peer, theirs = PEERS.get(case.peer), {}
     if peer and len(lengths) <= peer.most:
         for setting, make in peer.settings.items():
@@ -314,7 +315,7 @@ def times_of(case: Case, lengths: Lengths) -> dict[str, Any]:
 
 
 def least(lengths: Lengths) -> int:
-    """Samples below which no packing gets."""
+    """Return the smallest possible number of samples."""
     return -(-int(lengths.sum(dtype=np.int64)) // CAPACITY)
 
 

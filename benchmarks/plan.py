@@ -1,22 +1,23 @@
 """``make bench-plan``: assignments of a step's documents to ranks, compared with other planners.
 
-Whole documents (SFT, RL), with a limit of tokens of a rank in a micro batch:
+Whole documents (SFT, RL), with a limit on the tokens of a rank in a micro batch:
 
-* reason: 2,048 documents: prompts of 100 to 600 tokens in groups of 16, answers lognormal (4,000,
-  .9) to 32,768; limit 33,792. agent: 2,048, lognormal (12,000, .9) to 65,536, which is the limit.
-* images: 600, 60 % with one to eight images: costs of a vision encoder and of the language model.
+* reason: 2,048 documents: prompts of 100 to 600 tokens in groups of 16, answers lognormal (median
+  4,000, sigma .9), at most 32,768; limit 33,792.
+* agent: 2,048 documents, lognormal (12,000, .9), at most 65,536, which is the limit.
+* images: 600 documents, 60 % with one to eight images; costs of vision encoder and language model.
 
-Shared documents (pretraining): web pages up to 131,072 tokens, 65,536 per rank and step, limit
-8,192.
+Documents that ranks may share (pretraining): web pages up to 131,072 tokens, 65,536 tokens per rank
+and step, limit 8,192.
 
-Columns, means of the steps: micro batches of a rank, and extra ones above the minimum for the
+Columns (means over the steps): micro batches per rank, and how many exceed the minimum for the
 tokens; pairs of rank and micro batch above the limit, and without a document; length of the step
-divided by the ideal if ranks synchronize at every micro batch, and once (a document of n tokens
-costs 24,576 n + n^2, shared 49,152 n + n^2), for the vision encoder's cost and for attention alone;
-milliseconds.
+divided by the ideal, if ranks synchronize at every micro batch, and if only once (a document of n
+tokens costs 24,576 n + n^2, shared 49,152 n + n^2); the former for the vision encoder's cost, and
+for attention alone; milliseconds.
 
-Planners of others run from their own checkouts, each in a separate process (two Megatrons cannot be
-imported into one); no code is copied. Environment variables name the checkouts: VERL, SLIME,
+Other projects' planners run from their checkouts, each in a separate process (two Megatrons cannot
+be imported into one); no code is copied. Environment variables name the checkouts: VERL, SLIME,
 NEMO_RL, PRIME_RL, TRL (before 1.16, which plans prefix trees), MEGATRON_LM (main) and
 MEGATRON_LM_DEV; a missing one is reported and skipped. They use the cost of the benchmark if they
 accept one, and build no tensors.
@@ -50,13 +51,13 @@ LINEAR_COST_TOKENS = 24_576  # verl's formula for 7B: a document of n tokens cos
 
 
 def side_by_side(ranks: list[list[list[int]]]) -> Held:
-    """Return micro batches by index from those by rank; ranks may have fewer than others."""
+    """Turn lists of micro batches by rank into ranks by micro batch; fill missing ones with []."""
     return [list(micro_batch) for micro_batch in itertools.zip_longest(*ranks, fillvalue=[])]
 
 
 def verl() -> Plan:
-    """``_balance_batch`` of its trainer, then ``rearrange_micro_batches`` on every rank, in as many
-    micro batches as the fullest rank needs."""
+    """Return verl's planner: ``_balance_batch`` of its trainer, then ``rearrange_micro_batches`` on
+    every rank, with as many micro batches as the fullest rank needs."""
     import torch  # noqa: PLC0415
 
     theirs = importlib.import_module("verl.utils.seqlen_balancing")
@@ -65,7 +66,7 @@ def verl() -> Plan:
     def plan(lengths: list[int], num_ranks: int, max_tokens: int) -> Held:
         tokens = torch.tensor(lengths)
         costs = theirs.calculate_workload(tokens).tolist()
-        equal = len(lengths) % num_ranks == 0  # as many documents on every rank; must be, there
+        equal = len(lengths) % num_ranks == 0  # verl requires equal counts on all ranks
         ranks = theirs.get_seqlen_balanced_partitions(costs, num_ranks, equal_size=equal)
         most = max(-(-sum(lengths[i] for i in rank) // max_tokens) for rank in ranks)
         dealt = []
@@ -81,10 +82,10 @@ def verl() -> Plan:
 
 
 def slime() -> Plan:
-    """First fit, then Karmarkar-Karp over bins (``balance_data``); ``balance_by_flops`` would break
-    the cap."""
+    """Return slime's planner: first fit, then Karmarkar-Karp over bins (``balance_data``);
+    ``balance_by_flops`` would exceed the cap."""
     theirs = importlib.import_module("slime.utils.dp_schedule")
-    # Its ``flops_utils`` then say n (24,576 + n).
+    # With these sizes, its ``flops_utils`` return n (24,576 + n).
     layer = {"hidden_size": 4096, "num_attention_heads": 32, "num_query_groups": 4}
     layer |= {"kv_channels": 128, "ffn_hidden_size": 5120, "vocab_size": 0, "num_layers": 1}
 
@@ -103,7 +104,8 @@ def slime() -> Plan:
 
 
 def nemo_rl() -> Plan:
-    """Modified first fit decreasing; ``shard_by_batch_size`` gives rank r every bin r + k ranks."""
+    """Return NeMo RL's planner: modified first fit decreasing; rank r has the bins r, r + ranks,
+    r + 2 ranks, ... (``shard_by_batch_size``)."""
     theirs = importlib.import_module("nemo_rl.data.packing.algorithms")
 
     def plan(lengths: list[int], num_ranks: int, max_tokens: int) -> Held:
@@ -116,7 +118,8 @@ def nemo_rl() -> Plan:
 
 
 def prime_rl() -> Plan:
-    """First fit decreasing, then Karmarkar-Karp over bins and exchanges of pairs."""
+    """Return prime-rl's planner: first fit decreasing, then Karmarkar-Karp over bins and exchanges
+    of pairs."""
     theirs = importlib.import_module("prime_rl.trainer.batch")
     theirs._materialize_bin = lambda content: content
 
@@ -136,12 +139,12 @@ def prime_rl() -> Plan:
 
 
 def trl() -> Plan:
-    """``TokenBudgetBatcher`` of asynchronous GRPO, which sees one document at a time."""
+    """Return TRL's ``TokenBudgetBatcher`` (asynchronous GRPO), which reads document by document."""
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
     theirs = importlib.import_module("trl.experimental.async_grpo.async_grpo_trainer")
 
     def plan(lengths: list[int], num_ranks: int, max_tokens: int) -> Held:
-        # Its stream never ends: documents of the cap push out the last rows.
+        # Its stream never ends: final documents as long as the cap flush the last rows.
         ends = [(-1, max_tokens)] * (num_ranks + 1)
         stream = ({"input_ids": range(n), "number": i} for i, n in [*enumerate(lengths), *ends])
         rows = theirs.TokenBudgetBatcher(stream, num_ranks, max_tokens)
@@ -169,10 +172,10 @@ def megatron(module: str, scheduler: str) -> Callable[[], Plan]:
 @dataclass(frozen=True)
 class Peer:
     load: Callable[[], Plan]
-    variable: str  # names its checkout
-    slow: int = 1 << 30  # ranks from which on it is left out: minutes a step
-    folders: tuple[str, ...] = ("",)  # of the checkout, to import from
-    one_by_one: bool = False  # ranks forward document by document; the cap is a document's
+    variable: str  # environment variable with the checkout
+    slow: int = 1 << 30  # skip the peer from this many ranks on: a step takes minutes
+    folders: tuple[str, ...] = ("",)  # folders of the checkout to import from
+    one_by_one: bool = False  # ranks run one document at a time; the cap is per document
 
 
 _CONFIGS = ("src", "packages/prime-rl-configs/src")
@@ -219,7 +222,7 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """Three seeds of each; of the web pages consecutive steps."""
+    """Return all cases: three seeds of each, but consecutive steps of web pages."""
 
     def lognormal(generator: np.random.Generator, median: float, longest: int) -> Lengths:
         values = generator.lognormal(np.log(median), 0.9, 2048)
@@ -261,7 +264,7 @@ def ours(balance: Any, case: Case, lengths: Lengths, vision: Numbers | None) -> 
 
 
 def karmarkar_karp(case: Case, lengths: Lengths, _vision: Numbers | None) -> Held:
-    """Plan with one context parallel size, that of the longest document of the corpus."""
+    """Plan with one context parallel size: what the longest document of the corpus needs."""
     degree = LONGEST // case.max_tokens if case.family == SHARED else 1
     cluster = Cluster(data_parallel=case.num_ranks // degree, context_parallel=degree)
     plan = ASSIGNMENTS["Karmarkar-Karp"](lengths, cluster, case.max_tokens, case.linear_cost_tokens)
@@ -276,7 +279,7 @@ def held_of(plan: StepPlan) -> Held:
 
 
 def measure(held: Held, case: Case, lengths: Lengths, vision: Numbers | None) -> dict[str, float]:
-    """Measure an assignment, recomputed from the documents of each rank."""
+    """Compute the columns of an assignment from the documents of each rank."""
     degree = np.bincount([i for m in held for rank in m for i in rank], minlength=len(lengths))
     assert degree.min() >= 1, "a document was lost"
     assert case.family == SHARED or degree.max() == 1, "a document was given twice"
@@ -324,7 +327,7 @@ def run(load: Callable[[], Side | None], todo: list[Case]) -> list[dict[str, Any
 
 
 def least(rows: list[dict[str, Any]]) -> dict[str, str]:
-    """Return the best value of every column, and its side."""
+    """Return column -> smallest value and its side."""
     best = {}
     for column in (name for name in rows[0] if name not in ("case", "side", "shared_%")):
         value, side = min((row[column], row["side"]) for row in rows if row[column] is not None)
@@ -354,7 +357,7 @@ def main() -> None:
             if found and name in theirs:
                 commit = checkout_commit(theirs[name].variable)
                 peers.append({"peer": name, "plans": family, "commit": commit})
-                if theirs[name].one_by_one:  # its micro batches are of another kind
+                if theirs[name].one_by_one:  # micro batches not comparable
                     found = [{**row, **dict.fromkeys(COUNTS)} for row in found]
             rows += [{"side": name, **row} for row in found]
         order = [case.name for case in mine]

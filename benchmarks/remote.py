@@ -1,26 +1,26 @@
 """``make bench-remote``: batches from an object store with 50 ms latency and 200 MB/s bandwidth.
 
-A server on this machine implements S3, behind a line with that latency and bandwidth, which all
-requests share (``object_store.py``). ``bare ranges`` is the client alone: the ranges of the whole
-.bin, 4 MiB each, 64 at a time. All others make batches:
+A server on this machine implements S3. A proxy (``object_store.py``) adds this latency and limits
+the bandwidth of all requests together. ``bare ranges`` is the client alone: it reads the whole .bin
+in ranges of 4 MiB, 64 at a time. All other cases make batches:
 
-- ``local file``: from the .bin on this machine's disk, the reference for waiting: at that speed,
-  two
-  busy cores also make the trainer wait for the CPU;
-- ``shuffled``: a source without arrange, the default: documents in the schedule's order, at random
-  places, with an empty cache;
+- ``local file``: from the .bin on this machine's disk, the reference for waiting: at this speed the
+  trainer also waits for the CPU if both cores are busy;
+- ``shuffled``: the default, a source that was not arranged: documents in the schedule's order, at
+  random places, with an empty cache;
 - ``arranged``: the same after ``megapack-build arrange``: samples are drawn in the order in which
   their documents are stored;
 - ``whole file, then``: the .bin is downloaded first, then read from disk;
 - ``Megatron``: megatron-core's S3 reader, which keeps one chunk of 256 MiB in memory and reads the
   documents of the same samples in the same order (without making batches).
 
-``of_the_line_%``: tokens per second divided by ``bare``; ``tokens_per_s``: of a trainer that takes
-batches as fast as it can, after the first (``whole file``: from the start); ``data_wait_%``: of a
-trainer that takes them at 80 % of ``bare``, after the first tenth; medians of three runs, shuffled
-of one. ``most_wait_%``: the run that waited longest. ``read_over_useful``: bytes received divided
-by bytes of the samples' tokens. The cache is in memory, so the disk does not matter. Server, line
-and client share the cores of one machine: ``bare`` shows whether these suffice for the bandwidth.
+``of_the_line_%``: tokens per second divided by ``bare``. ``tokens_per_s``: speed of a trainer that
+takes batches as fast as it can, after the first (``whole file``: from the start). ``data_wait_%``:
+waiting time of a trainer that takes them at 80 % of ``bare``, after the first tenth. Both are
+medians of three runs (shuffled: one run). ``most_wait_%``: the run that waited longest.
+``read_over_useful``: bytes received divided by bytes of the samples' tokens. The cache is in
+memory, so the disk does not matter. Server, proxy and client share the cores of one machine;
+``bare`` shows whether these suffice for the bandwidth.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ ADDRESS = f"s3://{BUCKET}/docs"
 LATENCY, BANDWIDTH = 0.05, 200e6
 TOKENS = 131_072  # per micro batch
 REQUEST = 1 << 22
-TOKEN = np.dtype(np.int32)  # of vocabularies of more than 65,500 ids
+TOKEN = np.dtype(np.int32)  # for vocabularies of more than 65,500 ids
 MEGATRON_CHUNK = 1 << 28
 
 
 def write(prefix: Path, num_tokens: int) -> int:
-    """Documents of 1,000 tokens on average and an index over them; bytes of .bin."""
+    """Write documents of up to 2,048 tokens, samples and a bucket; return the bytes of the .bin."""
     rng = np.random.default_rng(0)
     with IndexedDatasetBuilder(prefix, TOKEN) as builder:
         while builder.num_tokens < num_tokens:
@@ -77,7 +77,7 @@ def write(prefix: Path, num_tokens: int) -> int:
 
 
 def schedule_of(index: Any, shuffled: bool) -> Schedule:
-    """Micro batches that are steps, in file order or not."""
+    """Return a schedule with one micro batch per step, shuffled or in file order."""
     order = "proportional" if shuffled else "sequential"
     return Schedule(index, tokens_per_step=TOKENS, order=order, seed=1)
 
@@ -90,7 +90,7 @@ def batches(prefix: str, samples: str, *, shuffled: bool, count: int) -> Iterato
 
 
 def whole_file(samples: str, *, shuffled: bool, count: int) -> Iterator[Any]:
-    """The .bin is copied, then read from the copy."""
+    """Download the dataset, then yield batches from the copy."""
     with tempfile.TemporaryDirectory() as folder:
         for suffix in (".bin", ".idx"):
             boto3.client("s3").download_file(BUCKET, f"docs{suffix}", f"{folder}/docs{suffix}")
@@ -98,7 +98,7 @@ def whole_file(samples: str, *, shuffled: bool, count: int) -> Iterator[Any]:
 
 
 def megatron(prefix: str, samples: str, *, shuffled: bool, count: int) -> Iterator[Any]:
-    """The documents of the same samples, as megatron-core's reader gives them."""
+    """Yield the documents of the same samples, read with megatron-core's reader."""
     config = ObjectStorageConfig(path_to_idx_cache="", bin_chunk_nbytes=MEGATRON_CHUNK)
     reader = _S3BinReader(f"{ADDRESS}.bin", config)
     index = SampleIndex.load(samples)
@@ -113,7 +113,7 @@ def megatron(prefix: str, samples: str, *, shuffled: bool, count: int) -> Iterat
 
 
 def bare(num_bytes: int) -> dict[str, float]:
-    """Bytes per second of the client's parallel range reads of the whole file."""
+    """Read the whole file with the client, in parallel ranges; return bytes per second."""
     found = find_object(f"{ADDRESS}.bin")
     assert found is not None
     begins = range(0, num_bytes, REQUEST)
@@ -126,10 +126,10 @@ def bare(num_bytes: int) -> dict[str, float]:
 def consume(
     make: Callable[[], Iterator[Any]], count: int, skip: int, pace: float | None
 ) -> dict[str, float]:
-    """Take all of ``count`` batches.
+    """Take ``count`` batches; return speed and waiting time.
 
-    ``skip`` are taken before waiting counts; 0: everything counts from the start. ``pace``: seconds
-    that a trainer needs for each; None: none.
+    Waiting in the first ``skip`` batches does not count; if 0, everything counts from the start.
+    ``pace``: seconds that a trainer needs per batch; None if it needs none.
     """
     began = begin = begin_waiting = time.perf_counter()
     items, waited = iter(make()), 0.0
@@ -155,7 +155,7 @@ def consume(
 
 
 def measured(line: Line, fn: Callable[[], dict[str, float]], useful: int) -> dict[str, Any]:
-    """Run in a separate process with an empty cache; also return the bytes on the line."""
+    """Run ``fn`` in a separate process with an empty cache; add requests and bytes of the line."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as cache:
         os.environ["MEGAPACK_CACHE"] = cache
         line.counts.clear()
@@ -188,7 +188,7 @@ def main() -> None:
             theirs = partial(megatron, prefix, samples)
             sides: dict[str, tuple[Callable[..., Any], bool, int]] = {
                 "local file": (partial(batches, prefix, samples), False, count),
-                "shuffled": (ours, True, count // 40),  # read one document here and one there
+                "shuffled": (ours, True, count // 40),  # documents at random places
                 "arranged": (ours, False, count),
                 "whole file, then arranged": (copied, False, count),
                 "Megatron, arranged": (theirs, False, count),

@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def pages_of(runs: Runs) -> dict[str, str]:
-    """Name -> the page of a benchmark; those of the papers are one."""
+    """Return name -> page, one per benchmark; all papers' recipes share the page "papers"."""
     pages = {}
     for name, run in runs.items():
         if not name.startswith(PAPERS):
@@ -65,7 +65,7 @@ def pages_of(runs: Runs) -> dict[str, str]:
 
 
 def newest_runs(folder: Path) -> dict[str, dict[str, Any]]:
-    """Benchmark -> its newest run in ``folder``, or the newest run of each of its parts."""
+    """Return benchmark -> its newest run in ``folder``; merge the newest runs of its parts."""
     runs = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
     newest: dict[str, dict[str, Any]] = {}
     for run in sorted(runs, key=says):
@@ -74,19 +74,19 @@ def newest_runs(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def says(run: dict[str, Any]) -> tuple[bool, bool, str]:
-    """Sorts runs by how much they say: quick ones first, long ones last, then by date."""
+    """Return the sort key of a run: quick runs first, long ones last, then by date."""
     return not run["quick"], scale_of(run) == "long", run["date"]
 
 
 def scale_of(run: dict[str, Any]) -> str:
-    """Value of SCALE; "cpu" also for benchmarks without scales."""
+    """Return the value of SCALE; "cpu" for benchmarks without scales."""
     results = run["results"]
     return str(results.get("scale", "cpu")) if isinstance(results, dict) else "cpu"
 
 
 def log(runs: dict[str, dict[str, Any]]) -> None:
-    """Keep ``runs`` with the docs, except those that say less than what is kept already; of a
-    benchmark that was measured in part the other parts stay."""
+    """Write ``runs`` to docs/results, except those that sort before a run already there. If only
+    parts of a benchmark were measured, its other parts stay."""
     LOGGED.mkdir(exist_ok=True)
     kept = newest_runs(LOGGED)
     for name, run in runs.items():
@@ -110,7 +110,7 @@ def papers_section(recipes: list[dict[str, Any]]) -> str:
 
 
 def recipe_section(run: dict[str, Any]) -> Iterator[str]:
-    """Command, claims, measurements and plots of one recipe."""
+    """Yield the lines of one recipe: command, claims, measurements, plots."""
     results = run["results"]
     name = run["benchmark"].removeprefix(PAPERS).removesuffix("-gpu")
     yield from (f"### {results['title']}", "")
@@ -132,7 +132,7 @@ def recipe_section(run: dict[str, Any]) -> Iterator[str]:
 
 
 def command(run: dict[str, Any]) -> str:
-    """Command that made the run."""
+    """Return the command that made the run."""
     size = "QUICK=1 " if run["quick"] else ""
     name = run["benchmark"]
     if not name.startswith(PAPERS):
@@ -154,7 +154,7 @@ def _machine(run: dict[str, Any]) -> str:
 
 
 def measured_with(runs: Runs) -> list[str]:
-    """Every machine with its versions once, and the runs that it made."""
+    """Return one line per machine with its versions, and the runs made on it."""
     made: dict[str, list[str]] = {}
     for name, run in runs.items():
         commit = f", {run['commit'][:12]}" if run.get("commit") else ""
@@ -207,11 +207,12 @@ Printed figures are computed again from lengths, without training: \
 {measured_with}
 """
 
-Figure = tuple[str, str, dict[str, Any]]  # of the first row of a benchmark with these fields a key
+Figure = tuple[str, str, dict[str, Any]]  # benchmark, key, and fields that select the row
 
 
 def _figure(runs: Runs, benchmark: str, key: str, where: dict[str, Any]) -> str:
-    """As a table shows it; a wanted word that ends in * names what begins like it."""
+    """Return ``key`` of the first row with the fields ``where``, formatted as in a table. A string
+    that ends in * matches values with this prefix."""
 
     def same(value: Any, wanted: Any) -> bool:
         if isinstance(wanted, str) and wanted.endswith("*"):
@@ -239,7 +240,7 @@ def _composed(item: str, *quantities: str) -> list[Figure]:
 
 
 def _claim(recipe: str, claim: str) -> list[Figure]:
-    """Its verdict, then what was measured."""
+    """Return the verdict of a claim, then its measured figure."""
     return [(f"{PAPERS}{recipe}", key, {"claim": f"{claim}*"}) for key in ("agrees", "measured")]
 
 
@@ -327,7 +328,7 @@ QUESTIONS: list[tuple[str, str, str, list[Figure]]] = [
 
 
 def summary(runs: Runs, plots: Sequence[str] = ()) -> str:
-    """The page; ``plots`` are its pictures in markdown."""
+    """Return the page; ``plots`` are its pictures in markdown."""
     claims = [
         (name.removeprefix(PAPERS), claim)
         for name, run in runs.items()
@@ -368,12 +369,12 @@ def summary(runs: Runs, plots: Sequence[str] = ()) -> str:
 
 # ---- Pictures, readable in gray: lines differ in style, points in marker and label ---------------
 
-SMALLEST = 1e-4  # per cent: what a logarithmic axis shows for zero
+SMALLEST = 1e-4  # per cent; logarithmic axes show zero as this value
 GREYS = ("0.75", "0.45", "0.15")
 
 
 def listed(runs: Runs) -> list[str]:
-    """Every picture whose benchmark was logged, in markdown."""
+    """Return a markdown link to the picture of every logged benchmark."""
     return [
         f"![{title}](images/results_{name}.png)"
         for name, (benchmark, title, _) in ALL.items()
@@ -409,7 +410,7 @@ def _save(path: Path, size: tuple[float, float], picture: Any, results: Any) -> 
 
 
 def _forest(axes: Any, rows: list[tuple[str, float, float]]) -> None:
-    """One row per arm that a recipe compares with its first one."""
+    """Plot one row per arm that a recipe compares with its first arm."""
     names, means, halves = zip(*reversed(rows), strict=True)
     axes.errorbar(means, range(len(names)), xerr=halves, fmt="o", color="black", capsize=3)
     axes.axvline(0, color="0.6", linewidth=1)
@@ -418,7 +419,7 @@ def _forest(axes: Any, rows: list[tuple[str, float, float]]) -> None:
 
 
 def _composition(axes: Any, rows: list[dict[str, Any]]) -> None:
-    """Padding against truncation, one number per strategy; what coincides shares a place."""
+    """Plot padding against truncation, one number per strategy; equal points share a label."""
     points: dict[str, dict[str, float]] = {}
     for row in rows:
         if row["source"] == "every strategy":
@@ -438,7 +439,7 @@ def _composition(axes: Any, rows: list[dict[str, Any]]) -> None:
 
 
 def _speed(axes: Any, results: dict[str, Any]) -> None:
-    """Useful tokens per second of the same small model."""
+    """Plot useful tokens per second of the same small model."""
     speeds = {row["case"]: row["useful_tokens_per_second"] for row in results["strategies"]}
     axes.barh([*speeds], [*speeds.values()], color=GREYS[0], ec="black")
     axes.invert_yaxis()
@@ -446,7 +447,7 @@ def _speed(axes: Any, results: dict[str, Any]) -> None:
 
 
 def _loader(axes: Any, rows: list[dict[str, Any]]) -> None:
-    """Rates against megatron-core's plain GPTDataset: one call, a loader, inside Megatron."""
+    """Plot rates relative to megatron-core's plain GPTDataset: one call, a loader, in Megatron."""
     case = {row["case"]: row for row in rows if "case" in row}
     inside = {(row["dataset"], row["loader"]): row for row in rows if "loader" in row}
     plain, loader = "GPTDataset, plain", "a loader at its best setting"
@@ -461,7 +462,7 @@ def _loader(axes: Any, rows: list[dict[str, Any]]) -> None:
     for ours, theirs in levels.values():
         rate = "rows_per_second" if "rows_per_second" in ours else "samples_per_second"
         ratios.append(ours[rate] / theirs[rate])
-        # Quartiles of both sides, as if they were independent.
+        # Combine the spreads of both sides as if they were independent.
         errors.append(ratios[-1] * math.hypot(ours["spread_%"], theirs["spread_%"]) / 200)
     axes.barh([*levels], ratios, xerr=errors, color=GREYS[0], ec="black", capsize=3)
     axes.axvline(1, color="0.3", linestyle="--", linewidth=1)
@@ -470,7 +471,7 @@ def _loader(axes: Any, rows: list[dict[str, Any]]) -> None:
 
 
 def _imbalance(axes: Any, rows: list[dict[str, Any]]) -> None:
-    """Attention work of the busiest rank over the mean, by samples per rank."""
+    """Plot the attention work of the busiest rank over the mean, by samples per rank."""
     cases = [row for row in rows if str(row.get("case", "")).startswith("bucket ")]
     samples = [int(row["case"].split(", ")[1].split()[0]) for row in cases]
     names = {"random": "random assignment", "ours": "megapack", "worst": "megapack, worst step"}

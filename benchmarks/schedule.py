@@ -1,23 +1,24 @@
-"""``make bench-schedule``: equal work on 64 ranks, DeepSpeed's batches, and speed of the schedule.
+"""``make bench-schedule``: balance of 64 ranks, DeepSpeed's batches, and speed of the schedule.
 
 1. Attention work (sum of squared segment lengths) per rank, largest over mean, for steps of one
    bucket on 64 ranks with 49,152 tokens each: samples assigned in the order of the schedule
    (random) and by megapack.
 2. The same with one sample per rank and step, where no assignment helps: samples sorted by cost
-   inside a window (``cost_window``), of one source, of eight equal and of three different sources;
-   and its price, ``spread_of_steps``: standard deviation over mean of the steps' mean cost.
-3. DeepSpeed's batch_by_seqlens and ours on the same lengths: seconds (theirs grow with the square
-   of the number of documents), and whether all ranks of a step have equal tokens and shapes.
-4. Time for the buckets of 1e6 steps, compared with numpy's shuffle of 1e6 numbers, and for any one.
-5. Megatron's build_blending_indices and ours on the same log-normal(0, 2) weights of 3 to 20,000
-   sources: seconds for the source and rank of every position (one thread, weights to arrays), the
-   largest |taken(n) - weight x n| over all sources and positions, and our time for a step of 4,096
-   samples at position 1e12, for which Megatron's table would need 10 TB. Theirs visits every source
-   for every position, so its time is proportional to the number of positions.
-6. A run of 1e6 steps of 4 Mi tokens from 10,000 sources of 100,000 samples each (all are one index
-   in memory): seconds to open it with 1 stage and with 4 (reversed blend, a fifth of the sources,
-   20 documents excluded); milliseconds of a random step, "cold" without cached epoch, and of each
-   question of ``megapack-build trace``; memory without the index.
+   inside a window (``cost_window``), of one source, of eight equal and of three different sources.
+   The price is ``spread_of_steps``: standard deviation over mean of the steps' mean cost.
+3. DeepSpeed's batch_by_seqlens and megapack on the same lengths: seconds (DeepSpeed's grow with the
+   square of the number of documents), and whether all ranks of a step have equal tokens and shapes.
+4. Time for the buckets of 1e6 steps, compared with numpy's shuffle of 1e6 numbers, and time for a
+   random step.
+5. Megatron's build_blending_indices and megapack on the same log-normal(0, 2) weights of 3 to
+   20,000 sources: seconds for the source and rank of every position (one thread, from weights to
+   arrays), the largest |taken(n) - weight x n| over all sources and positions, and megapack's time
+   for a step of 4,096 samples at position 1e12, for which Megatron's table would need 10 TB.
+   Megatron visits every source for every position; its time is proportional to the positions.
+6. A run of 1e6 steps of 4 Mi tokens from 10,000 sources of 100,000 samples each (all share one
+   index in memory): seconds to open it with 1 stage and with 4 (reversed blend, a fifth of the
+   sources, 20 documents excluded); milliseconds of a random step ("cold": without a cached epoch)
+   and of each question of ``megapack-build trace``; memory without the index.
 """
 
 from __future__ import annotations
@@ -40,20 +41,20 @@ from megapack.data.bucket_streams import whole_shares
 from megapack.data.steps import _cycle
 from megapack.packing import SampleIndex, pack
 
-STEP_TOKENS = 4 << 20  # of the run of many sources
+STEP_TOKENS = 4 << 20  # in the run of many sources
 QUERIES = 100
-FAR = range(10**12, 10**12 + 409_600, 4096)  # positions of steps
+FAR = range(10**12, 10**12 + 409_600, 4096)  # first positions of steps
 TARGET = {1024: 1.01, 2048: 1.01, 4096: 1.01, 8192: 1.01, 16384: 1.06}
 
 
 def sampler_of(schedule: Schedule, tokens: int, ranks: int = RANKS, rank: int = 0) -> Any:
-    """Measure micro batches of this many tokens."""
+    """Return a sampler of micro batches of this many tokens."""
     sizes = {"data_parallel_rank": rank, "data_parallel_size": ranks}
     return BucketBatchSampler(schedule, micro_batch_tokens=tokens, **sizes)
 
 
 def balance(lengths: Lengths, steps_per_bucket: int) -> list[dict[str, Any]]:
-    """Imbalance per bucket, mean and worst of some steps."""
+    """Measure the imbalance per bucket: mean and largest of some steps."""
     index = pack(lengths, "bucket", buckets=BUCKETS)
     schedule = Schedule(index, tokens_per_step=RANKS * TOKENS_PER_RANK, seed=1)
     sampler = sampler_of(schedule, TOKENS_PER_RANK)
@@ -71,7 +72,7 @@ def balance(lengths: Lengths, steps_per_bucket: int) -> list[dict[str, Any]]:
 
 
 def windows(lengths: Lengths, capacity: int) -> list[dict[str, Any]]:
-    """One sample per rank and step: what ordering by cost inside a window does, and costs."""
+    """Measure the effect and the price of ``cost_window`` with one sample per rank and step."""
     unlike = [LAWS[name](len(lengths) // 4, 1) for name in ("pubmed", "bbc_news")]
     sources = {"one source": [lengths], "8 alike": np.array_split(lengths, 8)}
     rows = []
@@ -101,7 +102,7 @@ def _means(items: list[Any]) -> dict[str, Any]:
 
 
 def beside_deepspeed(lengths: Lengths) -> dict[str, Any]:
-    """Both make steps for 8 ranks of 16,384 tokens out of the same documents."""
+    """Compare how DeepSpeed and megapack make steps for 8 ranks of 16,384 tokens."""
     from deepspeed.runtime.data_pipeline.data_sampling.variable_batch_size_and_lr import (  # noqa: PLC0415
         batch_by_seqlens,
     )
@@ -137,7 +138,7 @@ def beside_deepspeed(lengths: Lengths) -> dict[str, Any]:
 
 
 def speed(lengths: Lengths) -> list[dict[str, Any]]:
-    """The bucket of every one of 1e6 steps, and the samples of steps asked for at random."""
+    """Time the buckets of 1e6 steps, and the samples of random steps."""
     index = pack(lengths, "bucket", buckets=BUCKETS)
     steps = np.random.default_rng(0).integers(0, 1_000_000, 300).tolist()
     rows = []
@@ -159,7 +160,7 @@ def speed(lengths: Lengths) -> list[dict[str, Any]]:
 
 
 def beside_megatron(num_positions: int, counts: Sequence[int]) -> list[dict[str, Any]]:
-    """Which source every position of a blend comes from, Megatron's builder and ours."""
+    """Time the source of every position of a blend, with Megatron's builder and megapack."""
     from megatron.core.datasets import helpers  # noqa: PLC0415
 
     rows = []
@@ -198,7 +199,7 @@ def beside_megatron(num_positions: int, counts: Sequence[int]) -> list[dict[str,
 
 
 def worst_error(source: Any, rank: Any, weights: Any) -> float:
-    """Largest |taken(n) - weight n|: it is found just before or after a sample, or at the end."""
+    """Return the largest |taken(n) - weight n|: it is just before or after a sample, or last."""
     at = np.arange(len(source))
     own = weights[source]
     last = np.bincount(source, minlength=len(weights)) - weights * len(source)
@@ -259,7 +260,7 @@ def measured(index: SampleIndex, open_it: Callable[[], Schedule], num_steps: int
 def main() -> None:
     n = 200_000 if quick() else 3_000_000
     lengths = LAWS["fineweb_edu_like"](n, 1)
-    # First, as its memory is measured in processes that begin as this one is.
+    # First: the memory of its forked processes starts with the memory of this one.
     staged = program(lengths[:230_000], 1_000 if quick() else 10_000, 1_000_000)
     work, priced = balance(lengths, 10 if quick() else 100), windows(lengths, BUCKETS[-1])
     sizes = (2_000,) if quick() else (1_000, 2_000, 4_000)

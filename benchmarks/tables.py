@@ -1,11 +1,11 @@
-"""A benchmark's results as tables that can be read: at most eight columns and three digits.
+"""Readable tables of a benchmark's results: at most eight columns and three digits.
 
-    body(results)               # lists of records as tables, records of numbers as one row
-    table(rows, "title")        # by what was measured, then by size, then cut; spreads in a note
+    body(results)               # a list of records as a table, a record of numbers as one row
+    table(rows, "title")        # split by measurements, size and width; spreads in a note
     rounded(42_496_732), rounded(0.18421), rounded(131_072)    # -> "42.5M", "0.184", "131,072"
 
-A row whose windows spread by more than 20 % of their median is marked, and memory that came out
-below zero is "not measurable".
+A row whose windows spread by more than 20 % of their median is marked. Negative memory is shown as
+"not measurable".
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SPREAD = "spread_%"
 
 
 def body(results: Any, title: str = "") -> Iterator[str]:
-    """Lists of records as tables, records of numbers as one row, the rest one level down."""
+    """Yield a table per list of records, one row per record of numbers, then nested values."""
     if isinstance(results, list) and all(isinstance(row, dict) for row in results):
         yield from table(results, title)
     elif isinstance(results, dict):
@@ -36,7 +36,7 @@ def body(results: Any, title: str = "") -> Iterator[str]:
 
 
 def table(rows: list[dict[str, Any]], title: str) -> Iterator[str]:
-    """Rows as tables of at most eight columns: by what was measured, then by size, then cut."""
+    """Yield tables of at most eight columns: split by measurements, by size, then by width."""
     rows = [{**row, **_per_document(row)} for row in rows]
     if title and any(_columns([row]) for row in rows):
         yield from (f"**{title}**", "")
@@ -73,7 +73,7 @@ def _kinds(rows: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 
 def _blocks(rows: list[dict[str, Any]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """A wide table by the sizes that it was measured at, where these come one after the other."""
+    """Yield (heading, rows): split a wide table by size if rows of one size are consecutive."""
     columns = _columns(rows)
     for column in columns[1:] if len(columns) > MOST_COLUMNS else ():
         values = [row.get(column) for row in rows]
@@ -89,7 +89,7 @@ def _blocks(rows: list[dict[str, Any]]) -> Iterator[tuple[str, list[dict[str, An
 
 
 def _narrow(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """One table, or several that repeat the first columns; spreads in a note."""
+    """Yield one table, or several that repeat the first columns, and a note about spreads."""
     columns = _columns(rows)
     spreads = [column for column in columns if column.endswith(SPREAD)]
     columns = [column for column in columns if column not in spreads]
@@ -115,7 +115,7 @@ def _narrow(rows: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _told_apart(rows: list[dict[str, Any]], columns: list[str]) -> list[str]:
-    """Return the first column and as many further words as distinguish the rows."""
+    """Return the first column, and up to two more if these are needed to distinguish the rows."""
     keys = columns[:1]
     words = [c for c in columns[1:] if isinstance(rows[0].get(c), str)]
     for column in [*words, *columns[1:]]:
@@ -127,13 +127,13 @@ def _told_apart(rows: list[dict[str, Any]], columns: list[str]) -> list[str]:
 
 
 def _parts(columns: list[str], most: int) -> list[list[str]]:
-    """As few parts as will do, of about equal width."""
+    """Split columns into as few parts as possible, of about equal width."""
     width = math.ceil(len(columns) / math.ceil(len(columns) / most))
     return [columns[begin : begin + width] for begin in range(0, len(columns), width)]
 
 
 def _spread_note(rows: list[dict[str, Any]], spreads: Sequence[str]) -> str:
-    """Which rows are marked, and how far the others spread."""
+    """Return the note: which rows are marked, and the largest spread of the others."""
     owners = {c: c.removesuffix(SPREAD).rstrip("_") for c in spreads}
     found = [
         (row.get(c) or 0.0, next(iter(row.values())) + (f" ({owner})" if owner else ""))
@@ -147,7 +147,7 @@ def _spread_note(rows: list[dict[str, Any]], spreads: Sequence[str]) -> str:
 
 
 def _said(column: str) -> str:
-    """``peak_bytes`` -> ``"peak MB"``."""
+    """Return the heading of a column: ``peak_bytes`` -> ``"peak MB"``."""
     return re.sub("_bytes$", "_MB", column).replace("_", " ")
 
 
@@ -162,7 +162,8 @@ def _cell(column: str, value: Any) -> str:
 
 
 def rounded(value: Any) -> str:
-    """Three digits; whole numbers below 10,000, and round ones below a million, in full."""
+    """Format with three digits; integers below 10,000, and multiples of 128 below a million, keep
+    all digits."""
     if value in (None, {}):
         return ""
     if isinstance(value, bool):
@@ -178,7 +179,7 @@ def rounded(value: Any) -> str:
 
 
 def _three(value: float) -> str:
-    """``12345.6`` -> ``"12,300"``; what has more digits before the point is whole."""
+    """Format with three digits: ``12345.6`` -> ``"12,300"``; without decimals from 100 on."""
     if value == round(value) and abs(value) < 1000:
         return f"{value:.0f}"
     if abs(value) < 1e-3:

@@ -53,11 +53,11 @@ PRECISION = "bf16" if CUDA else "fp32"
 STEPS = 4 if quick() else 16  # per strategy and round
 BUCKET_STEPS = 12 if quick() else 60  # per attention and round
 SPEED = "useful_tokens_per_second"
-QUIET_STEPS = 3  # without a checkpoint
+QUIET_STEPS = 3  # timed without a checkpoint
 
 
 def cases() -> dict[str, tuple[str, list[int], str]]:
-    """Name -> strategy, buckets, attention: the lines of the first table."""
+    """Return name -> (strategy, buckets, attention), the rows of the first table."""
     usual, short = LADDER[-2:-1], LADDER[-4:-3]  # 8k of 16k, as in the paper, and 2k
     largest, across = LADDER[-1:], "sample"
     return {
@@ -72,7 +72,7 @@ def cases() -> dict[str, tuple[str, list[int], str]]:
 
 
 class Bench:
-    """An engine, and what it takes to run steps of any index over one corpus."""
+    """Engine that runs steps of any sample index over one corpus."""
 
     def __init__(self, args: argparse.Namespace, here: World, directory: Path) -> None:
         self.args, self.here, self.tokens = args, here, args.micro_batch_tokens
@@ -91,17 +91,17 @@ class Bench:
         self.engine = start_engine(built, self.config, here)
 
     def loader(self, data: PackedDataset, schedule: Schedule, **how: Any) -> PackedLoader:
-        """Micro batches of whole steps, of one rank."""
+        """Return the loader of whole steps for one rank."""
         rank = {"data_parallel_rank": 0, "data_parallel_size": 1, "cu_seqlens": "padded"}
         return build_loader(data, schedule, micro_batch_tokens=self.tokens, **rank, **how)
 
     def step(self, micro_batches: Any) -> None:
-        """One optimizer step, and wait for the device."""
+        """Run one optimizer step, and wait for the device."""
         train_step(self.engine, micro_batches, world=self.here, config=self.config.engine, lr=1e-5)
         self.wait()
 
     def run(self, index: SampleIndex, attention: str, num_steps: int) -> dict[str, Any]:
-        """Speed over ``num_steps`` steps after a warm-up, in all and per bucket."""
+        """Measure the speed of ``num_steps`` steps after a warm-up, overall and per bucket."""
         data = PackedDataset(self.dataset, index, attention=attention)  # type: ignore[arg-type]
         schedule = Schedule(data, tokens_per_step=self.tokens)
         warmup = 8 * len(schedule.capacities) if self.args.compile else 2
@@ -124,7 +124,7 @@ class Bench:
         return self._summary(parts, waited)
 
     def repeated_step(self, index: SampleIndex) -> Callable[[], None]:
-        """One step, again and again over the same few batches."""
+        """Return a function that runs one step; its calls repeat the same few batches."""
         data = PackedDataset(self.dataset, index)
         loader = self.loader(data, Schedule(data, tokens_per_step=self.tokens), num_steps=4)
         batches = itertools.cycle(list(loader))
@@ -147,20 +147,20 @@ class Bench:
         }  # fmt: skip
 
     def wait(self) -> None:
-        """For the device."""
+        """Wait for the device."""
         if CUDA:
             torch.cuda.synchronize()
 
 
 def middle_of(rounds: list[dict[str, Any]], seconds: Callable[[Any], float]) -> dict[str, Any]:
-    """The round whose seconds are nearest to the median, and their spread."""
+    """Return the round whose seconds are nearest to the median, with the spread of all rounds."""
     timing = Timing(tuple(map(seconds, rounds)))
     middle = min(rounds, key=lambda of: abs(seconds(of) - timing.seconds))
     return {**middle, "spread_%": 100 * timing.spread}
 
 
 def by_strategy(bench: Bench, rounds: int) -> list[dict[str, Any]]:
-    """The strategies take turns; the median round of each counts."""
+    """Run the strategies in turns; return the median round of each."""
     lengths = bench.dataset.document_lengths
     sides = {
         name: partial(bench.run, pack(lengths, strategy, buckets=buckets), attention, STEPS)
@@ -175,7 +175,7 @@ def by_strategy(bench: Bench, rounds: int) -> list[dict[str, Any]]:
 
 
 def by_bucket(bench: Bench, rounds: int) -> list[dict[str, Any]]:
-    """The buckets of the bucket index, with both kinds of attention; the median of the rounds."""
+    """Measure the buckets with both kinds of attention; return medians over the rounds."""
     index = pack(bench.dataset.document_lengths, "bucket", buckets=LADDER)
     tokens = index.bucket_capacity * np.diff(index.bucket_sample_offsets)
     shares = tokens / tokens.sum()
@@ -201,7 +201,7 @@ def save_times(
 ) -> list[dict[str, Any]]:
     """Measure how long a checkpoint stops training, one row per method; the median of the rounds.
 
-    ``engine`` has taken steps, so all of its state exists; ``step`` takes one and synchronizes.
+    ``engine`` must have run steps, so that its state exists; ``step`` runs one and synchronizes.
     """
     stores = {
         way: CheckpointStore(directory / way, here, keep=1, zero_stage=1, asynchronous=background)
@@ -229,7 +229,7 @@ def save_times(
             "MB": sum(path.stat().st_size for path in files if path.is_file()) / 1e6,
         }  # fmt: skip
 
-    for way in stores:  # memory for the copies, and the first directory
+    for way in stores:  # warm up: allocate memory, create directories
         save(way)
     found = in_turns({way: lambda way=way: save(way) for way in stores}, rounds)
     stopped = itemgetter("stopped_s")
@@ -248,7 +248,7 @@ def main() -> None:
     args = parser.parse_args()
     set_rank_environment()
     with tempfile.TemporaryDirectory() as directory, connect_ranks(timeout_minutes=10) as here:
-        torch.set_num_threads(1)  # threads that wait for a busy core would be all one measures
+        torch.set_num_threads(1)  # with more threads, waits for a busy core would dominate
         bench = Bench(args, here, Path(directory))
         strategies = by_strategy(bench, args.rounds)
         buckets = by_bucket(bench, args.rounds)
