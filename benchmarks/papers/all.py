@@ -1,9 +1,9 @@
-"""make bench-papers: what the papers claim, replayed; the table of claims comes last.
+"""make bench-papers: train again what the papers claim; the table of claims comes last.
 
     make bench-papers                      # all recipes, 2 CPU cores, about two hours
-    QUICK=1 make bench-papers              # a handful of steps of one seed: the code, no evidence
+    QUICK=1 make bench-papers              # a few steps of one seed: tests the code, proves nothing
     SCALE=long ONLY=packing make bench-papers   # more seeds and steps, up to three hours
-    SEEDS=4 make bench-papers              # as many seeds; more of them later keep what is done
+    SEEDS=4 make bench-papers              # 4 seeds; a later run with more seeds reuses them
     SCALE=gpu make bench-papers            # larger models on one GPU
     ONLY=atom_size,seamless make bench-papers
 
@@ -26,7 +26,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-# Not torch, and no recipe: this file is read by every worker before its environment is set.
+# Import neither torch nor recipes here: every worker imports this file before it sets its
+# environment.
 from common import only, quick, show, timed, write_results
 from papers.claims import Claim, corrected
 from papers.corpus import WORK
@@ -69,7 +70,7 @@ def compose() -> tuple[dict[str, Any], list[Claim]]:
 
 
 def replay(name: str, scale: Scale, pool: Executor) -> tuple[dict[str, Any], list[Claim]]:
-    """Train what a recipe asks for, and let it say what came out."""
+    """Train the runs of a recipe; return its results and claims."""
     recipe = importlib.import_module(f"papers.recipes.{name}")
     runs = recipe.runs(scale)
     print(f"\n{recipe.TITLE}: {len(runs)} runs", flush=True)
@@ -91,7 +92,7 @@ def replay(name: str, scale: Scale, pool: Executor) -> tuple[dict[str, Any], lis
 
 
 def chosen_scale() -> Scale:
-    """QUICK=1, SCALE=cpu (default), SCALE=long or SCALE=gpu."""
+    """Return the scale of QUICK=1, SCALE=cpu (default), SCALE=long or SCALE=gpu."""
     name = os.environ.get("SCALE", "cpu")
     if name not in ("cpu", "long", "gpu"):
         raise SystemExit(f"SCALE is {name!r}; choose cpu, long or gpu (QUICK=1 is the smallest)")
@@ -108,7 +109,7 @@ def chosen_scale() -> Scale:
 
 
 def chosen_recipes() -> list[str]:
-    """ONLY=a,b, or all of them in a fixed order."""
+    """Return the recipes of ONLY=a,b, or all of them, in a fixed order."""
     return only(["composition", *sorted(path.stem for path in HERE.glob("recipes/*.py"))])
 
 

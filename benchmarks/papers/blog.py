@@ -23,7 +23,7 @@ BOOKS = (5, 8, 12, 18, 25, 35)  # mean 50,000, chunked
 
 
 def padding_waste(num_documents: int = 200_000) -> list[Row]:
-    """'Padding Waste by max_seq_len': one document per sample, what is longer is truncated."""
+    """Compare 'Padding Waste by max_seq_len': one document per sample, truncated if longer."""
     rows = []
     for law in ("web_blog_table", "web_800"):
         lengths = LAWS[law](num_documents)
@@ -52,9 +52,9 @@ def _bounds(corpus: str, printed: tuple[int, ...], end: str = "most") -> list[Ro
 
 
 def strategies(num_documents: int = 100_000) -> list[Row]:
-    """'Packing Strategy Efficiency (100K documents, max_seq_len 4096)' and its speedup.
+    """Compare 'Packing Strategy Efficiency (100K documents, max_seq_len 4096)' and its speedup.
 
-    Documents are truncated at 4096, as the blog's code does, except where it splits them.
+    Documents are truncated at 4096, as in the blog's code, except in rows whose code splits them.
     """
     rows = []
     unknown = "no reading of the blog's code gives it, on either law"
@@ -86,7 +86,7 @@ def _fill(lengths: Lengths, strategy: str) -> float:
 
 
 def _batch_fill(lengths: Lengths, batch: int = 8) -> float:
-    """Utilization in % when successive documents are padded to the longest of their batch."""
+    """Return the utilization in % if successive documents are padded to the longest of a batch."""
     whole = lengths[: len(lengths) // batch * batch].reshape(-1, batch).astype(np.int64)
     return 100 * float(whole.sum() / (batch * whole.max(axis=1).sum()))
 
@@ -97,7 +97,7 @@ FILL = {"no packing": 0.382, "sorted": 0.58, "random": 0.968, "FFD": 0.994}
 
 
 def costs() -> list[Row]:
-    """Throughput of Llama 7B on 8 H100, cost of 1T tokens at $2, and the opening sum."""
+    """Compare the throughput of Llama 7B on 8 H100, the cost of 1T tokens, and the opening sum."""
     model, peak = MODELS["7b"], GPUS["h100"].peak_flops
     operations = model.flops_per_token + model.flops_per_square * 4096
     rows = []

@@ -5,7 +5,7 @@ about trained models. Seeds are paired: run i of both sides has the same initial
 same documents. The rule: the 95 % confidence interval of the mean difference (Student's t over the
 seeds) must lie on one side of zero. If it contains zero, or there is only one seed, the claim is
 undecided at this scale. A verdict must also pass Holm's correction over all claims of the recipe
-(Holm 1979): the chance of any wrong verdict in a table is 5 %.
+(Holm 1979): the chance of any wrong verdict in a table is at most 5 %.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from typing import Any, Literal
 from scipy import stats
 
 Verdict = Literal["yes", "no", "undecided"]
-Judged = tuple[Verdict, float]  # and p
+Judged = tuple[Verdict, float]  # verdict, p
 CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One figure of a paper."""
+    """Figure of a paper, and its measured value."""
 
     source: str  # paper and table, figure or section
-    corpus: str  # which lengths it was measured on
+    corpus: str  # lengths that it was measured on
     item: str  # the strategy or setting
     quantity: str  # what the figure is, with its unit
     paper: float | None  # the printed figure, or None
     measured: float
     agrees: bool | None = None  # within the tolerance; None if there is nothing to compare
-    why: str = ""  # the reason of a disagreement, or a remark
+    why: str = ""  # reason of a disagreement, or a remark
 
 
 def compared(
@@ -55,7 +55,7 @@ def compared(
     ``why_not`` is shown only if they disagree. Without ``claimed`` the two figures are shown
     together, without a verdict.
     """
-    paper, measured = figures[0], float(figures[1])  # not numpy's
+    paper, measured = figures[0], float(figures[1])  # not a numpy float
     agrees: bool | None = None
     if claimed and paper is not None:
         agrees = abs(measured - paper) <= within * abs(paper) + rounding
@@ -71,12 +71,12 @@ class Claim:
     source: str  # paper and table, figure or section
     claim: str  # in words
     paper: str  # the paper's figure, or what it says
-    measured: str  # ours, with spread and number of seeds
-    agrees: Verdict | None  # by the rule of this module; None where there is nothing to compare
-    why: str  # why one should believe it, or what limits it
+    measured: str  # measured figure, with spread and number of seeds
+    agrees: Verdict | None  # by the rule of this module; None if there is nothing to compare
+    why: str  # evidence for the verdict, or its limits
     p: float | None = None
-    """Chance of seeds that decide as much if there is nothing to decide; None where no seeds are
-    compared."""
+    """Probability of a difference at least this clear if there is no true difference; None if no
+    seeds are compared."""
 
 
 Kind = Callable[..., Claim]  # below or same
@@ -100,7 +100,7 @@ class Difference:
 
 
 def corrected(claims: Sequence[Claim]) -> list[Claim]:
-    """Claims whose verdict does not stand by Holm's correction are undecided."""
+    """Return the claims; a verdict that fails Holm's correction becomes undecided."""
     tested = sorted((claim.p, i) for i, claim in enumerate(claims) if claim.p is not None)
     found, stands = list(claims), True
     for rank, (p, i) in enumerate(tested):
@@ -114,7 +114,7 @@ def difference(a: Sequence[float], b: Sequence[float]) -> Difference:
     """Return the statistics of the differences ``a - b`` of paired seeds.
 
     Raises:
-        ValueError: the sides have different numbers of seeds, or none.
+        ValueError: if the sides have different numbers of seeds, or none.
     """
     if len(a) != len(b) or not a:
         raise ValueError(f"paired seeds are compared; there are {len(a)} and {len(b)}")
@@ -126,7 +126,7 @@ def difference(a: Sequence[float], b: Sequence[float]) -> Difference:
 
 
 def against(values: Sequence[float], base: Sequence[float]) -> dict[str, Any]:
-    """Columns of a table: the perplexity, and its change against the one of ``base``, in %."""
+    """Return columns of a table: the perplexity, and its change relative to ``base`` in %."""
     gap, mean = difference(values, base), fmean(base)
     return {
         "perplexity": shown(values),
@@ -138,7 +138,7 @@ def against(values: Sequence[float], base: Sequence[float]) -> dict[str, Any]:
 def _judged(a: Sequence[float], b: Sequence[float], low: float, high: float) -> Judged:
     """Decide by the interval whether the mean of ``a - b`` is inside (low, high).
 
-    Also returns p, the two-sided probability that it is on this side of the nearest limit.
+    Also return p, the two-sided p-value of a test against the nearest limit.
     """
     found = difference(a, b)
     if found.num_seeds == 1:
@@ -164,15 +164,15 @@ def alike(a: Sequence[float], b: Sequence[float], *, within: float) -> Judged:
 
 
 def near(measured: float, printed: float, *, within: float) -> Verdict:
-    """Return whether an exact figure equals the printed one, up to a share of it."""
+    """Return "yes" if an exact figure differs from the printed one by at most a share of it."""
     return "yes" if abs(measured - printed) <= within * abs(printed) else "no"
 
 
 def together(statements: Iterable[Judged]) -> dict[str, Any]:
-    """Fields of a claim that all of several statements hold, of which one that does not is enough.
+    """Return ``agrees`` and ``p`` of the claim that all statements hold; one "no" refutes it.
 
-    All hold with the largest of their p; that one does not, which is chosen among them, with the
-    smallest of those times their number (Bonferroni).
+    Without a "no", p is the largest of all statements. With one, it is the smallest p of those that
+    are refuted, times the number of all statements (Bonferroni).
     """
     found = list(statements)
     refuted = [p for verdict, p in found if verdict == "no"]
@@ -183,19 +183,19 @@ def together(statements: Iterable[Judged]) -> dict[str, Any]:
 
 
 def shown(values: Sequence[float], digits: int = 2) -> str:
-    """``mean +- standard deviation`` over seeds."""
+    """Return ``mean +- standard deviation`` over seeds."""
     if len(values) == 1:
         return f"{values[0]:.{digits}f}"
     return f"{fmean(values):.{digits}f} +- {stdev(values):.{digits}f}"
 
 
 def below(low: Sequence[float], high: Sequence[float], **words: Any) -> Claim:
-    """The claim that ``low`` is below ``high``; ``words`` as in ``_compared``."""
+    """Return the claim that ``low`` is below ``high``; ``words`` as in ``_compared``."""
     return _compared(low, high, less(low, high), **words)
 
 
 def same(a: Sequence[float], b: Sequence[float], *, within: float, **words: Any) -> Claim:
-    """The claim that both are alike; ``words`` as in ``_compared``."""
+    """Return the claim that both are alike; ``words`` as in ``_compared``."""
     return _compared(a, b, alike(a, b, within=within), **words)
 
 
@@ -207,7 +207,7 @@ def stated(
     claim: str,
     **words: Any,
 ) -> Claim:
-    """Return a claim of this kind about two arms; ``source`` is given if it is not this project."""
+    """Return a claim of this kind about two arms; ``source`` defaults to this project."""
     usual = {"source": "this project", "paper": ""}
     return kind(values[one], values[other], claim=claim, **{**usual, **words})
 
@@ -222,6 +222,6 @@ def _compared(
     beside: str = "",
     **words: str,
 ) -> Claim:
-    """Return a claim; ``what`` names the figures, ``beside`` adds measured values."""
+    """Return a claim; ``what`` names the figures, ``beside`` appends measured values."""
     measured = f"{what} {shown(a, digits)} against {shown(b, digits)}{beside}".strip()
     return Claim(measured=measured, agrees=judged[0], p=judged[1], **words)

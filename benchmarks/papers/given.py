@@ -1,12 +1,13 @@
 """Perplexity of held-out text with more context than its own document.
 
-- ``behind``: files of a folder after other files of it, and the same files alone (recipe groups).
-- ``middle``: the middles of documents, given the text around them (recipe fim).
-- ``perplexity``: of parts of streams, each token given all earlier tokens of its stream.
+- ``behind``: scores files after earlier files of their folder, and the same files alone (recipe
+  groups).
+- ``middle``: scores the middles of documents, given the text around them (recipe fim).
+- ``perplexity``: scores parts of streams, each token given all earlier tokens of its stream.
 
-A folder has files a, b and c of 900, 800 and 700 tokens, and a sample has 2,048: b is scored after
-a; c does not fit and begins the next context, so it is not scored. Then b is scored alone: the same
-tokens without its first, so the only difference is a.
+Example: a folder has files a, b and c of 900, 800 and 700 tokens, and a sample has 2,048. b is
+scored after a; c does not fit and starts the next context, so it is not scored. Then b is scored
+alone. Both scores leave out the first token of b, so the only difference is the context a.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ class Part:
 
 
 def behind(model: TrainingModel, here: World, config: EngineConfig, run: Run) -> dict[str, Any]:
-    """The probe of a run: held-out files that have another of their folder before them.
+    """Score held-out files that follow a file of their folder: a probe of a run.
 
     Returns:
-        alone, behind: perplexities of the same tokens; files, tokens: how many are scored.
+        alone, behind: perplexities of the same tokens; files, tokens: number of scored ones.
     """
     corpus = next(iter(run.validate.values()))
     dataset = IndexedDataset(prepare(corpus).valid)
@@ -67,11 +68,11 @@ def behind(model: TrainingModel, here: World, config: EngineConfig, run: Run) ->
 
 
 def middle(model: TrainingModel, here: World, config: EngineConfig, run: Run) -> dict[str, Any]:
-    """The probe of a run: held-out documents cut in three, as documents are cut in training.
+    """Score the middles of held-out documents, cut in three as in training: a probe of a run.
 
     Returns:
-        prefix, text, PSM, SPM: perplexities of the same middles, given these (the recipe says
-        what they are); files, tokens: how many are scored.
+        prefix, text, PSM, SPM: perplexities of the same middles by context (``recipes/fim.py``
+        explains them); files, tokens: number of scored ones.
     """
     assert run.fim is not None
     said = {name: np.array([token]) for name, token in run.fim["sentinels"].items()}
@@ -100,7 +101,7 @@ def middle(model: TrainingModel, here: World, config: EngineConfig, run: Run) ->
 def _scored(
     model: TrainingModel, here: World, config: EngineConfig, parts: dict[str, list[Part]]
 ) -> dict[str, Any]:
-    """Perplexities of the same tokens, given this and that, and how many they are."""
+    """Return the perplexity of the same tokens by context, and the numbers of files and tokens."""
     found: dict[str, Any] = {n: perplexity(model, here, config, of) for n, of in parts.items()}
     some = next(iter(parts.values()))
     return found | {"files": len(some), "tokens": sum(part.end - part.begin for part in some)}

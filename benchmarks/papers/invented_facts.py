@@ -1,9 +1,9 @@
-"""Seamless Packing 4.7: facts whose value is cut from its subject every 32 tokens.
+"""Seamless Packing 4.7: invented facts that a cut at 32 tokens splits into subject and value.
 
-The paper injects one invented event and checks five completions. Here are 12 invented facts, "the
-A B value is C D", each in 16 documents of 56 tokens that have nothing else in common. After 28
+The paper injects one invented event and checks five completions. This module has 12 invented facts,
+"the A B value is C D", each in 16 documents of 56 tokens that have nothing else in common. After 28
 tokens of filler, the cut after 32 tokens is between "value" and "is": the next sample contains C D
-without A B. Windows of Seamless Packing begin at 0 and 24, and the second one contains the whole
+without A B. Windows of Seamless Packing start at 0 and 24, and the second one contains the whole
 fact. The loss of C D after "the A B value is" shows whether the fact was learned.
 """
 
@@ -34,7 +34,7 @@ TORN = 28  # tokens in front of "the A B value | is C D"
 
 @dataclass(frozen=True)
 class Fact:
-    """Three kinds of words, each one token with the blank before it."""
+    """Fact "the A B value is C D"; every word is one token with the blank before it."""
 
     about: tuple[str, str]
     value: tuple[str, str]
@@ -50,12 +50,12 @@ class Fact:
 
 @functools.cache
 def vocabulary() -> Any:
-    """The tokenizer of all corpora."""
+    """Return the tokenizer of all corpora."""
     return sentencepiece.SentencePieceProcessor(model_file=str(tokenizer_file()))
 
 
 def _words() -> list[str]:
-    """Words that are one token, in the order of the vocabulary."""
+    """Return words that are one token, in the order of the vocabulary."""
     ours = vocabulary()
     pieces = [ours.id_to_piece(i)[1:] for i in range(ours.get_piece_size())]
     words = [w for w in pieces if len(w) >= 3 and w.isalpha() and w.islower() and w != "value"]
@@ -66,7 +66,7 @@ def _words() -> list[str]:
 
 
 def facts() -> list[Fact]:
-    """The same on every call; no word of a value is about anything."""
+    """Return the facts, the same on every call; subjects and values share no word."""
     words, generator = _words(), random.Random(0)
     generator.shuffle(words)
     about, value = words[: 2 * NUM_FACTS], words[2 * NUM_FACTS : 3 * NUM_FACTS]
@@ -77,7 +77,7 @@ def facts() -> list[Fact]:
 
 
 def documents() -> tuple[str, ...]:
-    """Every fact in ``NUM_COPIES`` documents."""
+    """Return ``NUM_COPIES`` documents with every fact."""
     words, generator, result = _words(), random.Random(1), []
     for fact in facts():
         filler = [w for w in words if w not in (*fact.about, *fact.value)]
@@ -93,11 +93,11 @@ def documents() -> tuple[str, ...]:
 
 
 def measure(model: TrainingModel, here: World, config: EngineConfig, run: Run) -> dict[str, Any]:
-    """Measure the facts that a model knows: the probe of a run.
+    """Measure the facts that a model knows: a probe of a run.
 
     Returns:
-        loss: nats per fact, of both words of its value; right: share of facts of which both words
-        are the model's first choice.
+        loss: nats per fact, over both words of its value; right: share of facts for which both
+        words are the model's first choice.
     """
     del config, run
     encode = vocabulary().encode

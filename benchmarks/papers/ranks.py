@@ -1,8 +1,8 @@
 """Work and losses of several ranks at a step, computed by one process.
 
 The recipe on steps uses it as ``Run.probe`` and ``Run.change``. The micro batches of all ranks are
-computed one after the other, so a rank's time contains only its own work: no communication, and on
-the CPU seconds of this thread, to which other programs add little.
+computed one after the other, so a rank's time contains no communication. On the CPU it is the CPU
+time of this thread, which other programs hardly change.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ Attention: TypeAlias = Literal["document", "sample"]
 Dealing: TypeAlias = Literal["balanced", "in_order"]
 
 NUM_RANKS = 4
-NUM_STEPS = 6  # or those of the run, if it has fewer
-SAMPLES = 4  # of the largest bucket, per rank and step
+NUM_STEPS = 6  # or all steps of the run, if it has fewer
+SAMPLES = 4  # samples of the largest bucket per rank and step
 
-# name: (what attention sees, one bucket for all ranks, dealing)
+# name: (scope of attention, one bucket for all ranks, dealing)
 ARMS: dict[str, tuple[Attention, bool, Dealing]] = {
     "masked, same bucket, equal work": ("document", True, "balanced"),
     "masked, same bucket, in order": ("document", True, "in_order"),
@@ -43,17 +43,17 @@ ARMS: dict[str, tuple[Attention, bool, Dealing]] = {
 
 
 def mean_of_ranks(batch: Batch) -> Batch:
-    """A micro batch whose mean loss counts as much as that of any other micro batch.
+    """Return a micro batch whose mean loss counts as much as that of any other micro batch.
 
     ``train_step`` divides the sum of losses by ``num_step_label_tokens``, so that every token of
-    the step counts the same; here every micro batch counts the same.
+    the step counts the same; with this change every micro batch counts the same.
     """
     labels = int((batch["labels"] >= 0).sum())
     return {**batch, "num_step_label_tokens": max(1, labels) * batch["num_micro_steps"]}
 
 
 def step_times(model: TrainingModel, here: World, engine: EngineConfig, run: Run) -> dict[str, Any]:
-    """Forward and backward of every rank at some steps, and what dealing does to the gradient.
+    """Time forward and backward of every rank at some steps; compare gradients of both dealings.
 
     Returns:
         ``times``: arm -> for every step the seconds of every rank; ``work``: arm of one bucket ->
@@ -76,19 +76,19 @@ class _Bench:
     def __init__(self, model: TrainingModel, here: World, engine: EngineConfig, run: Run) -> None:
         self.here, self.engine, self.run = here, engine, run
         self.num_steps = min(NUM_STEPS, int(run.config["num_steps"]))
-        # A run of one step (QUICK) shows that this works, and no times.
+        # A run of one step (QUICK) only tests this code; its times mean nothing.
         self.size = (SAMPLES if self.num_steps > 1 else 1) * max(run.buckets)
         self.dataset = IndexedDataset(prepare(run.corpus).train)
         how = {"buckets": list(run.buckets), "seed": run.seed, **run.parameters}
         self.index = pack(self.dataset.document_lengths, run.strategy, **how)
-        # Not the trained one: DeepSpeed listens to its gradients.
+        # Not the trained model: DeepSpeed has hooks on its gradients.
         config = from_dict(ModelConfig, dict(run.config["model"]), where="model")
         own = {"device": here.device, "seed": run.seed}
         fresh, _ = open_model(config, engine, model.configuration, **own)
         self.model = fresh.cast(compute_dtype(engine))
 
     def times(self, attention: Attention, same: bool, dealing: Dealing) -> list[list[float]]:
-        """(steps, ranks) seconds."""
+        """Return the seconds of every step and rank, the smaller of two measurements."""
         loaders = self.loaders(attention, same, dealing)
         found = [
             [min(self.seconds(batch) for _ in range(2)) for batch in step]
@@ -97,11 +97,11 @@ class _Bench:
         return found[1:]  # the first one warms up
 
     def work(self, attention: Attention, same: bool, dealing: Dealing) -> float:
-        """Busiest rank over the mean, as the loader computes it from the lengths."""
+        """Return the work of the busiest rank over the mean, which the loader computes."""
         return fmean(batch["imbalance"] for batch in self.loaders(attention, same, dealing)[0])
 
     def loaders(self, attention: Attention, same: bool, dealing: Dealing) -> list[PackedLoader]:
-        """Micro batches of each rank: of a step of all ranks, or of separate schedules."""
+        """Return a loader per rank: of common steps if ``same``, otherwise of its own schedule."""
         data, found = PackedDataset(self.dataset, self.index, attention=attention), []
         how: dict[str, Any] = {"micro_batch_tokens": self.size, "num_steps": self.num_steps + 1}
         how |= {"dealing": dealing, "prefetch": 0}
@@ -114,7 +114,7 @@ class _Bench:
         return found
 
     def seconds(self, batch: Batch) -> float:
-        """Seconds of one forward and backward."""
+        """Return the seconds of one forward and backward."""
         cuda = self.here.device.type == "cuda"
 
         def clock() -> float:
@@ -130,7 +130,7 @@ class _Bench:
         return clock() - begin
 
     def gradient(self, dealing: Dealing) -> Tensor:
-        """Gradient of the first step over all ranks."""
+        """Return the gradient of the first step, summed over all ranks."""
         self.model.zero_grad()
         for loader in self.loaders("document", True, dealing):
             self.seconds(next(iter(loader)))

@@ -1,9 +1,9 @@
 """Train the runs of the recipes (``papers.run``), two at a time.
 
-A run is trained once: the cache keeps its log and result under a key of everything that decides
-them (the run, the tokens, this software). So an interrupted ``make bench-papers`` continues, and a
-changed line of code trains again. Workers import torch once, then execute run after run
-(``papers.worker``).
+A run is trained once: the cache keeps its log and result under a key of everything that determines
+them (the run, the tokens, this software). So an interrupted ``make bench-papers`` continues, but
+after a change of the code all runs are trained again. Workers import torch once, then execute run
+after run (``papers.worker``).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megapack.training.curves import Curve, read_curve
 from megapack.training.engine.directory import read_jsonl
 
 ROOT = Path(__file__).resolve().parents[2]
-# Everything that decides a number of a run.
+# Code that determines the numbers of a run.
 CODE = (
     *("megapack/data", "megapack/packing", "megapack/training", "megapack/attention"),
     *("megapack/storage", "megapack/tokenization", "csrc/core", "csrc/bindings"),
@@ -45,17 +45,17 @@ class Scale:
     """Sizes of the recipes."""
 
     name: str  # cpu, long, quick or gpu
-    num_seeds: int | None = None  # of every arm; None: as many as the recipe has at this scale
+    num_seeds: int | None = None  # seeds per arm; None: the recipe's own number
     workers: int = 2  # runs at a time
 
     def seeds(self, usual: int = 3) -> range:
-        """The same for all arms of a recipe, which has ``usual`` where the scale does not say."""
+        """Return the seeds of every arm; ``usual`` is their number if the scale has none."""
         return range(usual if self.num_seeds is None else self.num_seeds)
 
     def pick(
         self, *, cpu: Choice, gpu: Choice, quick: Choice | None = None, long: Choice | None = None
     ) -> Choice:
-        """The value for this scale; ``quick`` and ``long`` are as ``cpu`` unless they are given."""
+        """Return the value for this scale; ``quick`` and ``long`` default to ``cpu``."""
         given = {"gpu": gpu, "quick": quick, "long": long}.get(self.name)
         return cpu if given is None and self.name != "gpu" else given  # type: ignore[return-value]
 
@@ -69,12 +69,12 @@ SCALES = {
 
 
 def paired(base: Run, arms: Mapping[str, Mapping[str, Any]], seeds: Iterable[int]) -> list[Run]:
-    """Every arm with every seed: what claims compare differs in what an arm changes alone.
+    """Return a run for every seed and arm; runs of one seed differ only in what an arm changes.
 
     Args:
         base: what all arms have in common.
         arms: name -> fields of ``Run`` that it changes, or ``data``: fields of ``config["data"]``.
-        seeds: as of ``Scale.seeds``.
+        seeds: for instance ``Scale.seeds()``.
     """
 
     def run(seed: int, name: str, data: Mapping[str, Any] | None = None, **changes: Any) -> Run:
@@ -91,31 +91,31 @@ class Result:
 
     run: Run
     folder: Path
-    """log.jsonl, evaluation.jsonl, result.json, and model/ where it was kept."""
+    """Folder of log.jsonl, evaluation.jsonl, result.json, and model/ if it was kept."""
     summary: dict[str, Any]
-    """result.json: steps, steps_per_epoch, tokens, seconds, parameters, index (metrics of the
-    packing), valid (name -> loss, perplexity, ...), contexts (context -> the same), probe."""
+    """Content of result.json: steps, steps_per_epoch, tokens, seconds, parameters, index (metrics
+    of the packing), valid (name -> loss, perplexity, ...), contexts (length -> these), probe."""
 
     def log(self) -> list[dict[str, Any]]:
-        """One line per step: step, epoch, epoch_end, capacity, tokens, loss, seconds."""
+        """Return one line per step: step, epoch, epoch_end, capacity, tokens, loss, seconds."""
         return list(read_jsonl(self.folder / "log.jsonl"))
 
     def evaluations(self) -> list[dict[str, Any]]:
-        """step, tokens (of training until then), loss, perplexity."""
+        """Return one line per evaluation: step, tokens (trained until then), loss, perplexity."""
         path = self.folder / "evaluation.jsonl"
         return list(read_jsonl(path)) if path.exists() else []
 
     def curve(self) -> Curve:
-        """Training perplexity over epochs."""
+        """Return the training perplexity over epochs."""
         return read_curve(self.folder)
 
     def perplexity(self, corpus: str) -> float:
-        """Final perplexity of the held-out documents of ``run.validate[corpus]``."""
+        """Return the final perplexity of the held-out documents of ``run.validate[corpus]``."""
         return float(self.summary["valid"][corpus]["perplexity"])
 
 
 def by_name(results: Sequence[Result]) -> dict[str, list[Result]]:
-    """Variant -> its results, one per seed in ascending order: what claims compare."""
+    """Return arm -> its results, one per seed in ascending order."""
     groups: dict[str, list[Result]] = {}
     for result in sorted(results, key=lambda r: r.run.seed):
         groups.setdefault(result.run.name, []).append(result)
@@ -123,22 +123,22 @@ def by_name(results: Sequence[Result]) -> dict[str, list[Result]]:
 
 
 def perplexities(group: Sequence[Result], corpus: str = "documents") -> list[float]:
-    """Perplexity of held-out documents, one per seed."""
+    """Return the perplexity of held-out documents, one per seed."""
     return [result.perplexity(corpus) for result in group]
 
 
 def scores(results: Sequence[Result], corpus: str = "documents") -> dict[str, list[float]]:
-    """Arm -> its ``perplexities``."""
+    """Return arm -> its ``perplexities``."""
     return {name: perplexities(group, corpus) for name, group in by_name(results).items()}
 
 
 def probed(group: Sequence[Result], name: str) -> list[float]:
-    """A figure of ``Run.probe``, one per seed."""
+    """Return a figure of ``Run.probe``, one per seed."""
     return [float(result.summary["probe"][name]) for result in group]
 
 
 def mean_evaluations(group: Sequence[Result]) -> list[dict[str, float]]:
-    """Every evaluation on the way, its figures averaged over the seeds."""
+    """Return every evaluation during training, averaged over the seeds."""
     evaluations = zip(*(result.evaluations() for result in group), strict=True)
     names = ("step", "tokens", "perplexity")
     return [{name: fmean(line[name] for line in at) for name in names} for at in evaluations]
@@ -152,7 +152,7 @@ def lines(
     y: str,
     log_x: bool = False,
 ) -> None:
-    """Write one line per name; x and y name the axes."""
+    """Plot one line per name to ``path``; x and y label the axes."""
     from matplotlib.figure import Figure  # noqa: PLC0415
 
     figure = Figure(figsize=(7.5, 4), layout="constrained")
@@ -171,7 +171,7 @@ def lines(
 
 
 def plot_over_steps(path: Path, results: Sequence[Result], *, y: str, first: int = 0) -> None:
-    """Validation perplexities of every arm, from evaluation ``first`` on."""
+    """Plot the validation perplexities of every arm, from evaluation ``first`` on."""
     curves = {}
     for name, group in by_name(results).items():
         points = mean_evaluations(group)[first:]
@@ -180,18 +180,18 @@ def plot_over_steps(path: Path, results: Sequence[Result], *, y: str, first: int
 
 
 def worker_pool(workers: int, *, cuda: bool = False) -> Executor:
-    """Processes for ``run_all``; they start with the first run, and import torch once."""
+    """Return processes for ``run_all``; they start with the first run and import torch once."""
     spawn = multiprocessing.get_context("spawn")
     return ProcessPoolExecutor(workers, spawn, initializer=_begin_worker, initargs=(cuda,))
 
 
 def run_all(runs: Sequence[Run], pool: Executor) -> list[Result]:
-    """The results of ``runs``, in their order; those in the cache are not trained again.
+    """Return the results of ``runs``, in their order; train those that are not in the cache.
 
     Runs that others start from are trained first. Equal runs are trained once.
 
     Raises:
-        RuntimeError: a run failed; the message names it, and what was done before is kept.
+        RuntimeError: if a run failed; the message names it. Finished runs stay in the cache.
     """
     tasks = {}
     for run in _with_starts(runs):
@@ -241,7 +241,7 @@ def _folder(run: Run) -> Path:
 
 @functools.cache
 def _code_version(module: str | None) -> str:
-    """A hash of the software, and of the module that probes."""
+    """Return a hash of the software, and of ``module`` (a probe or a change)."""
     paths = [ROOT / part for part in CODE]
     if module is not None:
         paths.append((ROOT / "benchmarks" / module.replace(".", "/")).with_suffix(".py"))
@@ -268,7 +268,7 @@ def _load(run: Run) -> Result:
 
 
 def _train(tasks: Sequence[Task], pool: Executor) -> None:
-    """Order runs: those from which others start, then the others."""
+    """Train runs: first those from which others start, then the others."""
     starts = {task.start.parent for task in tasks if task.start is not None}
     first = [task for task in tasks if task.folder in starts]
     rest = [task for task in tasks if task.folder not in starts]
@@ -301,7 +301,7 @@ def _begin_worker(cuda: bool) -> None:
     os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
     if not cuda:
         os.environ.update(DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="")
-    from papers import worker  # noqa: PLC0415  # what it imports reads the environment
+    from papers import worker  # noqa: PLC0415  # its imports read the environment
 
     worker.begin()
 

@@ -1,11 +1,11 @@
-"""Shared by the recipes: plain causal training, and a Llama with a corpus and a ladder of lengths.
+"""Settings of the recipes: plain causal training, and a Llama with a corpus and a length ladder.
 
 The latter (``Setting``) is for the recipes about buckets, masking and steps. On the CPU every
 length is a sixteenth of the paper's (on a GPU a quarter): buckets of 64 to 1,024 tokens stand for
-1,024 to 16,384, and docstrings of up to 1,100 tokens for web documents. Steps are small, since a
-small model learns more from many steps. Initial weights have the scale 1 / sqrt(width), not the
-0.02 of wide models, with which it would stay for hundreds of steps in a phase where methods do not
-differ but seeds do.
+1,024 to 16,384, and docstrings of up to 1,100 tokens for web documents. Steps are small, because a
+small model learns more from many steps. Initial weights have the scale 1 / sqrt(width). With the
+0.02 of wide models, a small model would stay for hundreds of steps in a phase in which seeds differ
+but methods do not.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from papers.runs import Scale
 
 from megapack.data import Batch
 
-# Fields of ``data``: attention, label_boundary and positions know samples, not documents.
+# Fields of ``data``: attention, labels and positions ignore document boundaries inside a sample.
 WHOLE = {"attention": "sample", "label_boundary": "sample", "positions": "sample"}
 
 
 def engine(scale: Scale) -> dict[str, Any]:
-    """Fields of ``engine``: float32 on a CPU, bfloat16 on a GPU."""
+    """Return fields of ``engine``: float32 on a CPU, bfloat16 on a GPU."""
     return scale.pick(
         cpu={"precision": "fp32", "zero_stage": 0}, gpu={"precision": "bf16", "zero_stage": 1}
     )
 
 
 def shifted(batch: Batch) -> Batch:
-    """Labels as most trainers make them: the inputs of a sample, shifted by one.
+    """Return a batch with labels as in most trainers: the inputs of a sample, shifted by one.
 
-    Every token of a sample has the next one of the sample as its label, the last one has none. Only
-    for micro batches that are a whole step, as ``num_step_label_tokens`` is counted here.
+    The label of a token is the next token of its sample; the last token has none. Only for micro
+    batches that are a whole step, because ``num_step_label_tokens`` is counted here.
     """
     tokens, labels = batch["tokens"].flatten(), batch["labels"].flatten()
     changed = torch.where(labels >= 0, tokens.roll(-1).to(labels.dtype), labels)
@@ -46,28 +46,28 @@ def shifted(batch: Batch) -> Batch:
 
 @dataclass(frozen=True)
 class Setting:
-    """A scale's model, data and sizes."""
+    """Model, data and sizes at a scale."""
 
     scale: Scale
 
     @property
     def factor(self) -> int:
-        """The paper's length over the one here."""
+        """Return the paper's lengths divided by the lengths of this scale."""
         return self.scale.pick(cpu=16, gpu=4)
 
     @property
     def ladder(self) -> tuple[int, ...]:
-        """Capacities that stand for 1,024, 2,048, 4,096, 8,192 and 16,384."""
+        """Return the capacities that stand for 1,024, 2,048, 4,096, 8,192 and 16,384."""
         return tuple(n // self.factor for n in BUCKETS)
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of a step, all of one micro batch on a GPU."""
+        """Return the tokens of a step, which is one micro batch by default."""
         return self.scale.pick(cpu=2048, gpu=32768)
 
     @property
     def corpus(self) -> Corpus:
-        """Training documents, short and long; its held-out ones are scored."""
+        """Return the corpus of short and long documents; its held-out documents are scored."""
         pick = self.scale.pick
         return Corpus(
             domain=pick(cpu="prose", gpu="code"),
@@ -78,7 +78,7 @@ class Setting:
         )
 
     def config(self, *, steps: int, **data: Any) -> dict[str, Any]:
-        """Fields of a ``PretrainConfig``: ``data`` over the sizes of this setting."""
+        """Return fields of a ``PretrainConfig``; ``data`` overrides the sizes of this setting."""
         heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "rope_theta": 10_000.0}
         small = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 192, **heads}
         small["initializer_range"] = 0.125

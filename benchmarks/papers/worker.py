@@ -1,8 +1,8 @@
-"""One training run in this process, with the parts of ``megapack.training`` that any run has.
+"""Training runs in this process, one after the other, as a world of one.
 
 The inputs, loader, schedule, model, loss, engine and evaluation are those of
-``megapack-pretrain``; left out are checkpoints, heartbeat and the monitor, which have no influence
-on a number. A process joins a world of one and does run after run.
+``megapack-pretrain``. Checkpoints, heartbeat and the monitor are left out, because they do not
+influence the results.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ def begin() -> None:
 
 
 def train(task: Task) -> dict[str, Any]:
-    """Do a run; its folder appears when it is complete.
+    """Execute a run; its folder appears when the run is complete.
 
     Returns:
-        What ``Result.summary`` is.
+        The content of ``Result.summary``.
     """
     assert _here is not None, "begin() comes first"
     for corpus, prepared in task.prepared.items():
@@ -73,7 +73,7 @@ def train(task: Task) -> dict[str, Any]:
         summary = _Training(task, partial, _here).run()
         gc.collect()  # the engine and its parameters refer to each other
         (partial / "result.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
-        shutil.rmtree(task.folder, ignore_errors=True)  # one whose model was not kept
+        shutil.rmtree(task.folder, ignore_errors=True)  # an earlier one without its model
     return summary
 
 
@@ -108,7 +108,7 @@ class _Training:
         return index
 
     def run(self) -> dict[str, Any]:
-        """Train, evaluate, probe."""
+        """Train, evaluate and probe; return the summary."""
         self._train()
         summary: dict[str, Any] = {
             "steps": self.inputs.num_steps,
@@ -145,9 +145,9 @@ class _Training:
         for step, of_step in TimedBatches(loader).steps():
             micro_batches = list(of_step)
             result = train_step(self.engine, micro_batches, lr=rates(step), **how)
-            # Counted, as ``change`` may have taken some away.
+            # Count the labels, because ``change`` may have removed some.
             labels = sum(int((batch["labels"] >= 0).sum()) for batch in micro_batches)
-            # item() waits for the device, so that seconds are those of the step
+            # item() waits for the device, so that the seconds cover the whole step.
             loss = result.loss_sum.item() / max(1, labels)
             seconds = time.perf_counter() - begin
             self.seconds += seconds
@@ -169,7 +169,7 @@ class _Training:
             file.write(json.dumps(line) + "\n")
 
     def _validate(self, name: str) -> dict[str, Any]:
-        """Every held-out token once, given its own document."""
+        """Score every held-out token once, with its own document as context."""
         positions = "document" if self.config.data.positions == "document" else "segment"
         how = {"buckets": [self.run_.valid_bucket], "positions": positions}
         data = open_validation(str(prepare(self.run_.validate[name]).valid), None, **how)
@@ -187,7 +187,7 @@ def _named(path: str) -> Any:
 
 
 def configuration(task: Task, folder: Path) -> PretrainConfig:
-    """The configuration of a run, as ``megapack-pretrain`` would read it."""
+    """Return the configuration of a run, as ``megapack-pretrain`` would read it."""
     given = {**task.run.config, "run_dir": str(folder), "seed": task.run.seed}
     given["data"] = {**given["data"], **_sources(task, folder)}
     if task.start is not None:
@@ -196,7 +196,7 @@ def configuration(task: Task, folder: Path) -> PretrainConfig:
 
 
 def _sources(task: Task, folder: Path) -> dict[str, str]:
-    """Fields of ``data``: documents and samples, or a manifest where there is more to say."""
+    """Return fields of ``data``: documents and samples, or a blend for two sources or FIM."""
     run = task.run
     one = {"prefix": str(prepare(run.corpus).train), "index": str(folder / "train.samples")}
     if run.other is None and run.fim is None:

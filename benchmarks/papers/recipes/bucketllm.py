@@ -2,7 +2,7 @@
 
 One model and one corpus with nine ways to make samples. The paper does not mention masks, so
 attention, labels and positions cross documents in all of them, except the last, this project's
-default. Held-out documents are scored separately, and for Figure 3 long ones with contexts of every
+default. Held-out documents are scored one by one; for Figure 3, long ones with contexts of every
 length.
 """
 
@@ -34,18 +34,18 @@ EQUAL = (
 FIXED = (2048, 4096, 8192)
 MASKED = "bucket, documents masked"
 CURRICULUM = "DD, short first (grow-P2, 8 cycles)"
-# The paper prints neither its pool size nor its padding threshold; with these its padding and
-# truncation come out on the calibrated length distribution.
+# The paper prints neither its pool size nor its padding threshold. With these values, the
+# calibrated length distribution reproduces its padding and truncation.
 V0: dict[str, Any] = {"pool_size": 800, "padding_threshold": 1.0}
 LLM: dict[str, Any] = {"pool_size": 3000, "padding_threshold": 0.045}
 SPEEDS = {1024: 16_793, 2048: 16_263, 4096: 15_505, 8192: 13_696, 16384: 11_129}  # Table 3
 
 
 def runs(scale: Scale) -> list[Run]:
-    """Nine compositions times seeds."""
+    """Return the runs of nine compositions and all seeds."""
     setting = Setting(scale)
     ladder = setting.ladder
-    smallest = 256 // setting.factor  # of Dataset Decomposition's own buckets
+    smallest = 256 // setting.factor  # smallest bucket of Dataset Decomposition
     steps = scale.pick(cpu=600, quick=6, gpu=40)
     base = Run(
         recipe="bucketllm", corpus=setting.corpus, strategy="bucket", buckets=ladder,
@@ -68,7 +68,7 @@ def runs(scale: Scale) -> list[Run]:
 
 
 def long_documents(setting: Setting) -> Corpus:
-    """Held-out documents of more than about 650 tokens (6,000 on a GPU)."""
+    """Return the held-out documents of more than about 650 tokens (6,000 on a GPU)."""
     pick = setting.scale.pick
     return Corpus(
         domain=pick(cpu="prose", gpu="code"),
@@ -80,13 +80,13 @@ def long_documents(setting: Setting) -> Corpus:
 
 
 def contexts(result: Result) -> dict[int, float]:
-    """Context length -> perplexity of the long documents."""
+    """Return context length -> perplexity of the long documents."""
     found = result.summary["contexts"]
     return {int(context): float(value["perplexity"]) for context, value in found.items()}
 
 
 def speed_by_bucket(result: Result) -> dict[int, float]:
-    """Capacity -> tokens per second, of the median step after the first of its bucket."""
+    """Return capacity -> tokens per second of the median step, without a bucket's first step."""
     steps: dict[int, list[float]] = {}
     for line in result.log():
         steps.setdefault(line["capacity"], []).append(line["tokens"] / line["seconds"])
@@ -94,16 +94,16 @@ def speed_by_bucket(result: Result) -> dict[int, float]:
 
 
 def elapsed(result: Result) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Seconds of training after each step, which counts with the median speed of its bucket, so
-    that what else the machine does at a moment does not decide."""
+    """Return the seconds of training after each step. Every step counts with the median speed of
+    its bucket, so that other load on the machine hardly matters."""
     speed = speed_by_bucket(result)
     return np.cumsum([line["tokens"] / speed[line["capacity"]] for line in result.log()])
 
 
 def seconds_to(result: Result, perplexity: float) -> float:
-    """Seconds of training until the validation perplexity is that low; infinite if it never is.
+    """Return the seconds of training until the validation perplexity is this low, or infinity.
 
-    Between two evaluations the logarithm of the perplexity is a line.
+    Between two evaluations the logarithm of the perplexity is interpolated linearly.
     """
     evaluations, target = result.evaluations(), np.log(perplexity) + 1e-9
     seconds = elapsed(result)[[line["step"] - 1 for line in evaluations]]
@@ -111,12 +111,12 @@ def seconds_to(result: Result, perplexity: float) -> float:
     if not (values <= target).any():
         return float("inf")
     first = int((values <= target).argmax())
-    between = [first, max(0, first - 1)]  # falling, and interp wants it rising
+    between = [first, max(0, first - 1)]  # np.interp needs rising values
     return float(np.interp(target, values[between], seconds[between]))
 
 
 def time_ratios(arm: list[Result], base: list[Result]) -> list[float]:
-    """Time of ``arm`` over that of ``base`` to the higher of their final perplexities, by seed."""
+    """Return, by seed, the time ratio of ``arm`` and ``base`` to the higher final perplexity."""
     ratios = []
     for a, b in zip(arm, base, strict=True):
         target = max(a.perplexity("documents"), b.perplexity("documents"))
@@ -125,18 +125,18 @@ def time_ratios(arm: list[Result], base: list[Result]) -> list[float]:
 
 
 def mean_speed(group: list[Result]) -> float:
-    """Tokens per second of whole runs, over the seeds."""
+    """Return the tokens per second of whole runs, mean over the seeds."""
     return fmean(result.summary["tokens"] / elapsed(result)[-1] for result in group)
 
 
 def mean_contexts(group: list[Result]) -> dict[int, float]:
-    """Context length -> perplexity of the long documents, over the seeds."""
+    """Return context length -> perplexity of the long documents, mean over the seeds."""
     found = [contexts(result) for result in group]
     return {context: fmean(of[context] for of in found) for context in found[0]}
 
 
 def rows(results: list[Result]) -> list[dict[str, Any]]:
-    """One line per composition: means over seeds, and the spread of the perplexity."""
+    """Return one row per composition: means over seeds, and the spread of the perplexity."""
     arms = by_name(results)
     found = []
     for name, group in arms.items():
@@ -153,7 +153,7 @@ def rows(results: list[Result]) -> list[dict[str, Any]]:
 
 
 def claims(results: list[Result]) -> list[Claim]:
-    """Tables 2 and 3, Figure 3, and the time to equal loss."""
+    """Return the claims of Tables 2 and 3 and Figure 3, and of the time to equal loss."""
     arms = by_name(results)
     return [*_quality(arms), *_contexts(arms), *_speed(arms)]
 
@@ -244,7 +244,7 @@ def _speed(arms: dict[str, list[Result]]) -> list[Claim]:
 
 
 def plots(results: list[Result], folder: Path) -> None:
-    """Validation perplexity over time, and perplexity by context length (Figure 3)."""
+    """Plot validation perplexity over time, and perplexity by context length (Figure 3)."""
     arms = by_name(results)
     curves = {}
     for name, group in arms.items():
@@ -257,7 +257,7 @@ def plots(results: list[Result], folder: Path) -> None:
 
 
 def plot_contexts(path: Path, arms: dict[str, list[Result]]) -> None:
-    """Perplexity of long documents by context length."""
+    """Plot the perplexity of long documents by context length."""
     means = {name: mean_contexts(group) for name, group in arms.items()}
     curves = {name: (list(of), list(of.values())) for name, of in means.items()}
     lines(path, curves, x="context (tokens)", y="perplexity of long documents", log_x=True)
@@ -285,7 +285,7 @@ def uncalibrated(rows: list[Row]) -> list[Row]:
 
 
 def table_1(lengths: Lengths, corpus: str) -> list[Row]:
-    """Table 1: padding, truncation and concatenation of eight methods, then the default here."""
+    """Compare Table 1: padding, truncation and concatenation of eight methods; add the default."""
     rows: list[Row] = []
     for capacity, (r_pad, r_tru, r_cat) in TABLE_1.items():
         index = pack(lengths, "concat", buckets=[capacity])
@@ -297,7 +297,7 @@ def table_1(lengths: Lengths, corpus: str) -> list[Row]:
         ("BucketLLM (pool 3000, P 0.045)", "bucket_llm", LLM, (0.12, 0.28, 2.81)),
     ):
         index = pack(lengths, strategy, buckets=BUCKETS, **parameters)
-        # From seed to seed of the law r_tru moves by some percent of itself.
+        # r_tru varies by a few percent of its value between seeds of the law.
         rule = {"within": 0.06, "why": "pool size and threshold chosen to fit; the paper prints "
                 "neither"}  # fmt: skip
         rows += _ratios(corpus, item, index, ratios, **rule)
@@ -354,7 +354,7 @@ TABLE_3 = {1024: 6.52, 2048: 16.58, 4096: 32.34, 8192: 27.17, 16384: 17.39}
 
 
 def table_3(lengths: Lengths, corpus: str) -> list[Row]:
-    """Table 3, data ratio: share of the tokens in every bucket."""
+    """Compare the data ratio of Table 3: share of the tokens in every bucket."""
     possible = 100 * 8192 * np.mean((lengths > 4096) & (lengths <= 8192)) / lengths.mean()
     limit = "a sample of 8192 needs a document of 4097 to 8192 tokens; all of them allow "
     limit += f"{possible:.1f} % at most"
@@ -374,9 +374,10 @@ def table_3(lengths: Lengths, corpus: str) -> list[Row]:
 
 
 def speeds() -> list[Row]:
-    """Table 3, speed: tokens/s by context length as ratios, against the cost model of ``compare``.
+    """Compare the speed of Table 3, as ratios of tokens/s, with the cost model of ``compare``.
 
-    A 1B model's operations per token, attention over whole samples; no hardware enters.
+    The cost model counts operations per token of a 1B model, with attention over whole samples. It
+    does not model the hardware.
     """
     model = MODELS["1b"]
     work = {n: model.flops_per_token + model.flops_per_square * n for n in SPEEDS}

@@ -1,11 +1,11 @@
-"""Fill-in-the-middle: its cost from left to right, and its gain in the middle.
+"""Fill-in-the-middle: its cost for left-to-right text, and its gain for middles.
 
 Arms differ in the share of transformed documents (``fim.rate``, half of them suffix first); all
 have the same samples, packed with room for the sentinels. Two things are scored: unchanged held-out
 documents (the cost), and the middles of the same documents, cut as in training (two random cuts),
 with one of these contexts:
 
-    prefix            only the prefix: the context of a model from left to right
+    prefix            only the prefix: the context of a left-to-right model
     text              suffix and prefix, without sentinels: the same text, for a model without FIM
     PSM               PRE prefix SUF suffix MID
     SPM               PRE SUF suffix MID prefix
@@ -39,7 +39,7 @@ GIVEN = ("prefix", "text", "PSM", "SPM")
 
 
 def runs(scale: Scale) -> list[Run]:
-    """Rates times seeds."""
+    """Return the runs of all rates and seeds."""
     capacity = scale.pick(cpu=2048, gpu=8192)
     corpus = Corpus(
         domain="code", min_bytes=100, max_bytes=scale.pick(cpu=2_000, gpu=16_000),
@@ -59,7 +59,7 @@ def runs(scale: Scale) -> list[Run]:
 
 
 def rows(results: list[Result]) -> list[dict[str, Any]]:
-    """One line per rate: documents from left to right, and middles by what they are given."""
+    """Return one row per rate: perplexity from left to right, and of middles by context."""
     arms, whole = by_name(results), scores(results)
     return [
         {
@@ -72,7 +72,7 @@ def rows(results: list[Result]) -> list[dict[str, Any]]:
 
 
 def claims(results: list[Result]) -> list[Claim]:
-    """Free from left to right, and better in the middle."""
+    """Return the claims: no cost from left to right, better middles."""
     arms, whole = by_name(results), scores(results)
     by_given = {given: {n: probed(g, given) for n, g in arms.items()} for given in GIVEN}
     probe = results[0].summary["probe"]
@@ -103,6 +103,6 @@ def claims(results: list[Result]) -> list[Claim]:
 
 
 def plots(results: list[Result], folder: Path) -> None:
-    """Held-out perplexity from left to right over the steps."""
+    """Plot the held-out perplexity from left to right over the steps."""
     what = "perplexity of held-out files from left to right"
     plot_over_steps(folder / "fim_documents.png", results, y=what)

@@ -1,9 +1,9 @@
 """Masks between documents: attention, the label at a boundary, and restarting positions.
 
 The blog (sections 4 and 7.2) says that both masks matter; a public training log found that the
-attention mask does not. Here samples are concatenated to the length with the most documents per
-sample, and one thing changes at a time. All models are scored alike: whole held-out documents that
-fit the context, separately, from position 0; a boundary has no label.
+attention mask does not. Here documents are concatenated to samples of one length, and one option
+changes at a time. All models are scored in the same way: whole held-out documents that fit the
+context, one by one, from position 0; boundaries have no label.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ ARMS = {
     LEARNED: ("document", "document", "segment"),
     LEARNED_UNBROKEN: ("document", "document", "sample"),
 }  # fmt: skip
-WITHOUT_ROPE = (LEARNED, LEARNED_UNBROKEN)  # learned position embeddings in place of it
+WITHOUT_ROPE = (LEARNED, LEARNED_UNBROKEN)  # with learned position embeddings
 
 
 def runs(scale: Scale) -> list[Run]:
-    """Eight ways to treat a boundary times seeds."""
+    """Return the runs of eight ways to treat a boundary and all seeds."""
     setting = Setting(scale)
     capacity = setting.ladder[-2]
-    # More than 2 bytes of text are a token: nearly all of these fit into one sample.
+    # A token has more than 2 bytes of text, so nearly all of these documents fit into one sample.
     valid = dataclasses.replace(setting.corpus, max_bytes=2 * capacity)
     rotary = setting.config(steps=scale.pick(cpu=340, quick=4, gpu=30))
     small = {"n_head": 2, "initializer_range": 0.125}
@@ -66,7 +66,7 @@ def runs(scale: Scale) -> list[Run]:
 
 
 def rows(results: list[Result]) -> list[dict[str, Any]]:
-    """One line per arm: perplexity, and its difference from the default's over paired seeds."""
+    """Return one row per arm: perplexity, and its difference from the default by paired seeds."""
     arms = scores(results)
     fields = ("attention", "labels", "positions")
     return [
@@ -81,7 +81,7 @@ def rows(results: list[Result]) -> list[dict[str, Any]]:
 
 
 def claims(results: list[Result]) -> list[Claim]:
-    """The blog's two warnings, the public log, and what positions do."""
+    """Return the claims of the blog's two warnings, of the public log, and about positions."""
     arms = scores(results)
     paired = "the same samples in the same order; one option differs"
     state = partial(stated, arms)
@@ -115,6 +115,6 @@ def claims(results: list[Result]) -> list[Claim]:
 
 
 def plots(results: list[Result], folder: Path) -> None:
-    """Validation perplexity over the steps, of the models with RoPE."""
+    """Plot the validation perplexity of the models with RoPE over the steps."""
     rotary = [result for result in results if result.run.name not in WITHOUT_ROPE]
     plot_over_steps(folder / "masking_curves.png", rotary, y="validation perplexity", first=1)

@@ -1,20 +1,20 @@
 """A small source repeated 1, 4 and 16 times, compared with new text, at equal total tokens.
 
-Python files are the small source, docstrings the other one. Both have the same weight, and
-``max_epochs`` of the files with ``run_tokens`` reduces theirs (UniMax): with U tokens of files in a
-run of 32 U
+Python files are the small source, docstrings the large one. Both have the same weight, but
+``max_epochs`` and ``run_tokens`` cap the share of the files (UniMax). With U tokens of files in a
+run of 32 U:
 
     epochs of U files   1      4      16         new files     4 U    16 U
     tokens of files     U      4 U    16 U                     4 U    16 U
     of docstrings       31 U   28 U   16 U                     28 U   16 U
 
-so an arm with repetition and one without have the same mixture. Every seed has other files; the
-files of an arm are the first ones of those of a larger arm.
+So an arm with repetition and one without have the same mixture. Every seed has different files; a
+smaller arm has the first files of a larger arm.
 
-Muennighoff et al. (arXiv 2305.16264) find that up to 4 epochs change the loss negligibly against
-unique data, and that the value of a repetition decays: U tokens, repeated R times after the first,
-are worth U (1 + r (1 - exp(-R / r))) unique ones with r = 15.39; at 4 epochs 3.7 U, at 16 10.6 U.
-Here the value of repeated files is read off the line through the perplexities of new files.
+Muennighoff et al. (arXiv 2305.16264) find that up to 4 epochs change the loss negligibly compared
+with unique data, and that the value of a repetition decays: U tokens, repeated R times after the
+first, are worth U (1 + r (1 - exp(-R / r))) unique ones with r = 15.39; at 4 epochs 3.7 U, at 16
+10.6 U. This recipe interpolates the value of repeated files between the perplexities of new files.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ PAPER = "Data-constrained, arXiv 2305.16264"
 ONCE, FOUR, SIXTEEN = "U files, 1 epoch", "U files, 4 epochs", "U files, 16 epochs"
 FRESH_FOUR, FRESH = "4 U files, 1 epoch", "16 U files, 1 epoch"
 QUARTER = "4 U files, 4 epochs"
-MOST = 16  # U in the half of a run
-DECAY = 15.39  # the paper's r, of the fit to all its runs
+MOST = 16  # half of a run, in U
+DECAY = 15.39  # the paper's r, fitted to all its runs
 
 # name: (files in U, epochs)
 ARMS = {
@@ -53,11 +53,11 @@ ARMS = {
 
 
 def runs(scale: Scale) -> list[Run]:
-    """Six ways to fill a part of the run with files, times seeds."""
+    """Return the runs of six ways to fill a part of a run with files, and all seeds."""
     setting = Setting(scale)
     capacity = setting.ladder[-1]
     steps = scale.pick(cpu=192, quick=32, gpu=300)
-    unit = steps * setting.step_tokens // (2 * MOST) * 5 // 2  # bytes of U; 2.5 are a token
+    unit = steps * setting.step_tokens // (2 * MOST) * 5 // 2  # bytes of U, 2.5 per token
     sizes = {"min_bytes": 100, "max_bytes": 2 * capacity}
     files = Corpus(domain="code", train_bytes=unit, valid_bytes=100_000, **sizes)
     prose = replace(files, domain="prose", train_bytes=3 * MOST * unit, valid_bytes=60_000)
@@ -77,13 +77,13 @@ def runs(scale: Scale) -> list[Run]:
 
 
 def paper_worth(epochs: int) -> float:
-    """Value of this many epochs of U tokens, in units of U unique tokens (equation 5)."""
+    """Return the value of this many epochs of U tokens, in U unique tokens (equation 5)."""
     return 1 + DECAY * (1 - math.exp(-(epochs - 1) / DECAY))
 
 
 def worth(files: dict[str, list[float]], arm: str) -> list[float]:
-    """In U fresh tokens, seed by seed: where its perplexity lies between those of fresh files, on
-    a line of logarithms; not below U and not above 16 U."""
+    """Return the value of an arm's files in U fresh tokens, one per seed: interpolate between the
+    perplexities of fresh files (both logarithmic). It is limited to 1 ... 16."""
     fresh = (FRESH, FRESH_FOUR, ONCE)  # by rising perplexity
     sizes = [math.log(ARMS[name][0]) for name in fresh]
     found = []
@@ -94,8 +94,8 @@ def worth(files: dict[str, list[float]], arm: str) -> list[float]:
 
 
 def rows(results: list[Result]) -> list[dict[str, Any]]:
-    """One line per arm; those that repeat against as many fresh files, in per cent, and what they
-    are worth, with the paper's figure."""
+    """Return one row per arm. Arms that repeat files also have the difference to as many fresh
+    files, in per cent, and their worth, with the paper's figure."""
     files, prose = scores(results, "files"), scores(results, "docstrings")
     fresh = {ARMS[name][0]: name for name in (ONCE, FRESH_FOUR, FRESH)}
     found = []
@@ -116,7 +116,7 @@ def rows(results: list[Result]) -> list[dict[str, Any]]:
 
 
 def claims(results: list[Result]) -> list[Claim]:
-    """Up to four epochs, sixteen, and what the other source pays."""
+    """Return the claims about four epochs, sixteen, and the cost for the other source."""
     files, prose = scores(results, "files"), scores(results, "docstrings")
     why = "the same mixture and tokens; the files of the smaller arm are among the other's"
     state = partial(stated, files, source=PAPER)
@@ -144,7 +144,7 @@ def claims(results: list[Result]) -> list[Claim]:
 
 
 def plots(results: list[Result], folder: Path) -> None:
-    """Perplexity of files over the tokens of files in the run: fresh, repeated."""
+    """Plot the perplexity of files over the tokens of files in the run: fresh, repeated."""
     files = scores(results, "files")
     curves = {"fresh": (ONCE, FRESH_FOUR, FRESH), "U repeated": (ONCE, FOUR, SIXTEEN)}
     curves |= {"4 U repeated": (FRESH_FOUR, QUARTER)}

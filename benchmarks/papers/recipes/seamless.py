@@ -1,16 +1,16 @@
-"""Seamless Packing (Yin et al. 2025): continual pretraining on another domain, by packing strategy.
+"""Seamless Packing (Yin et al. 2025): continual pretraining on a new domain, by packing strategy.
 
 A small Llama is trained on code (one per seed), then on prose for three epochs with every strategy.
 Differences to the paper, and choices that it leaves open:
 
 * L_seq is 128 for documents with a mean of 350 tokens, the ratio of 2048 to PubMed's; c_extra 3 is
   50 / 2048 of it, and the sweeps have the same shares as the paper's.
-* Attention, labels and positions go across documents, as in a plain causal model.
-* Validation uses the same held-out documents for all strategies, every token once, with its own
+* Attention, labels and positions cross document boundaries, as in a plain causal model.
+* Validation scores the same held-out documents for all strategies, every token once, with its own
   document as context, in pieces of L_seq; the paper does not say how its validation set was packed.
-* Equal epochs, as in the paper. Overlapping windows repeat tokens, so Seamless Packing takes more
-  steps; a second CT run with the same number of steps shows their effect.
-* Tables 10 and 11 print the accuracy of tasks; here it is perplexity.
+* Epochs are equal, as in the paper. Overlapping windows repeat tokens, so Seamless Packing runs
+  more steps; a second CT run with the same number of steps shows their effect.
+* Tables 10 and 11 print the accuracy of tasks; this recipe measures perplexity.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ from megapack.storage import read_document_lengths
 TITLE = "Seamless Packing (Yin et al.)"
 EQUAL = "base model, documents, three epochs, tokens per step, linear decay to 0"
 SOURCE = "Seamless"
-C_EXTRA = {1: 10, 3: 50, 6: 100}  # at 128 -> at 2048
+C_EXTRA = {1: 10, 3: 50, 6: 100}  # at L_seq 128 -> at 2048
 R_MAX = (0.1, 0.3, 0.5)
 SP = "SP"
 LONGER = "CT, as many steps as SP"
 TABLE_2 = {"CT": (11.49, 7.84, 6.71), "BFD": (10.16, 7.41, 6.47), SP: (10.12, 7.39, 6.43)}
 CAPACITY = 128
 EPOCHS = 3
-FACT_EPOCHS = 8  # of the case study: a small model learns by repetition
+FACT_EPOCHS = 8  # in the case study: a small model learns by repetition
 
-Arm = dict[str, Any]  # strategy and parameters, as of ``Run``
+Arm = dict[str, Any]  # ``strategy`` and ``parameters`` of a ``Run``
 
 
 def arm(strategy: str, **parameters: Any) -> Arm:
@@ -65,7 +65,7 @@ def seamless(**changed: Any) -> Arm:
 
 
 def variants() -> dict[str, Arm]:
-    """Table 7, the placements, and the sweeps of Tables 10 and 11."""
+    """Return the arms of Table 7, the placements, and the sweeps of Tables 10 and 11."""
     return {
         "CT": arm("concat"), LONGER: arm("concat"), "FFD": arm("first_fit_decreasing"),
         "BFD": arm("best_fit_decreasing"), "BFD-m": arm("best_fit_decreasing", extra_capacity=3),
@@ -83,8 +83,8 @@ CASES = {
 
 
 def runs(scale: Scale) -> list[Run]:
-    """Per seed a base, every variant of continuing, and the case study: on code, then on long
-    documents of prose, or short ones among invented facts."""
+    """Return the runs of every seed: a base on code, then continued on long prose documents with
+    every variant, and on short ones with invented facts (the case study)."""
     steps, pick = scale.pick(cpu=None, quick=6, gpu=None), scale.pick
     code = Corpus(
         domain="code", train_bytes=pick(cpu=1_800_000, quick=60_000, gpu=4_000_000),
@@ -140,7 +140,7 @@ def _config(scale: Scale, *, epochs: int, steps: int | None, lr: float) -> dict[
 def _num_steps(
     corpus: Corpus, config: Mapping[str, Any], *, strategy: str, parameters: Mapping[str, Any]
 ) -> int:
-    """Steps of ``EPOCHS`` epochs with a strategy."""
+    """Return the steps of ``EPOCHS`` epochs with a strategy."""
     lengths = read_document_lengths(prepare(corpus).train)
     index = pack(lengths, strategy, buckets=[CAPACITY], **parameters)
     tokens_per_step = config["data"]["tokens_per_step"]
@@ -148,7 +148,7 @@ def _num_steps(
 
 
 def rows(results: list[Result]) -> list[dict[str, Any]]:
-    """Tables 2, 7, 10 and 11 in one, and the case study."""
+    """Return the rows of Tables 2, 7, 10 and 11, and of the case study."""
     found = []
     for name, of in by_name(results).items():
         first = of[0].summary
@@ -166,12 +166,12 @@ def rows(results: list[Result]) -> list[dict[str, Any]]:
 
 
 def _perplexity(groups: dict[str, list[Result]]) -> dict[str, list[float]]:
-    """Perplexity of prose, of every arm that is scored on it."""
+    """Return arm -> perplexity of prose, of every arm that is scored on it."""
     return {n: perplexities(of, "prose") for n, of in groups.items() if of[0].run.validate}
 
 
 def claims(results: list[Result]) -> list[Claim]:
-    """Tables 2, 7, 10, 11 and section 4.7."""
+    """Return the claims of Tables 2, 7, 10, 11 and section 4.7."""
     groups = by_name(results)
     perplexity = _perplexity(groups)
     return [
@@ -230,7 +230,7 @@ def _table_7(perplexity: dict[str, list[float]]) -> list[Claim]:
 def _sweep(
     perplexity: dict[str, list[float]], table: str, parameter: str, best: float, others: list[float]
 ) -> list[Claim]:
-    """The middle value, which ``SP`` has, against the others."""
+    """Compare the middle value, which ``SP`` has, with the others."""
     claims = []
     for other in others:
         why = "perplexity in place of the accuracy of tasks"
@@ -261,7 +261,7 @@ def _case_study(groups: dict[str, list[Result]]) -> list[Claim]:
 
 
 def plots(results: list[Result], folder: Path) -> None:
-    """Figure 2 with perplexity: both sweeps between the baselines, means of the seeds."""
+    """Plot Figure 2 with perplexity: both sweeps and the baselines, means of the seeds."""
     perplexity = {name: fmean(of) for name, of in _perplexity(by_name(results)).items()}
     for name, values, middle in (("r_max", R_MAX, 0.3), ("c_extra", tuple(C_EXTRA), 3)):
         measured = [perplexity[SP if v == middle else f"SP, {name} {v}"] for v in values]
@@ -270,8 +270,8 @@ def plots(results: list[Result], folder: Path) -> None:
         lines(folder / f"seamless_{name}.png", curves, x=name, y="validation perplexity")
 
 
-# ---- Lengths only: the paper's expectation for a corpus (histograms of Tables 13 and 14, lengths
-# uniform inside an interval), compared with the strategy
+# ---- Lengths only: the paper's expectation for a corpus (histograms of Tables 13 and 14, with
+# lengths uniform inside an interval), compared with the strategy
 
 CORPORA = {  # documents, L_seq, c_extra
     "pubmed": (11_268, 2048, 50),
@@ -282,21 +282,21 @@ CORPORA = {  # documents, L_seq, c_extra
 
 class SeamlessStageOne(NamedTuple):
     num_sliding: float  # documents in overlapping windows (N_sw)
-    short_tokens: float  # left to stage two, of documents longer than a sample (N_token_short)
+    short_tokens: float  # tokens for stage two of documents longer than a sample (N_token_short)
 
 
 def expect_seamless(
     num_documents: NDArray[np.int64] | list[int], capacity: int, r_max: float
 ) -> SeamlessStageOne:
-    """Equations 6 and 7.
+    """Evaluate equations 6 and 7.
 
-    Equation 6 is printed with both sums running over k = ceil(1 / r_max); its first sum must end
-    before that (k r_max, the share that slides, would exceed 1), which is also what reproduces the
-    paper's 6716. ``num_documents``: T_k, those with a length in (k capacity, (k + 1) capacity], k =
-    1, 2, ...; ``capacity``: L_seq, tokens; ``r_max``: largest repeated share.
+    In the printed equation 6 both sums include k = ceil(1 / r_max). Its first sum must end before
+    that, because k r_max, the share that slides, would exceed 1; this also reproduces the paper's
+    6716. ``num_documents``: T_k, number of documents with a length in (k capacity, (k + 1)
+    capacity], k = 1, 2, ...; ``capacity``: L_seq, tokens; ``r_max``: largest repeated share.
 
     Raises:
-        ValueError: r_max out of range.
+        ValueError: if r_max is out of range.
     """
     if not 0 < r_max <= 1:
         raise ValueError(f"r_max is {r_max}; it must be above 0 and at most 1")
@@ -312,9 +312,9 @@ def expect_seamless(
 def measure_seamless(
     lengths: NDArray[np.int32], capacity: int, r_max: float
 ) -> tuple[SeamlessStageOne, SeamlessStageOne]:
-    """(expected from the histogram of ``lengths``, what the strategy does with them).
+    """Return (figures expected from the histogram of ``lengths``, figures of the strategy).
 
-    Documents of at most ``capacity`` tokens are in neither: the theory leaves them out.
+    Both leave out documents of at most ``capacity`` tokens, as the theory does.
     """
     long = lengths[lengths > capacity]
     counts = np.bincount((long - 1) // capacity)[1:]
@@ -327,7 +327,7 @@ def measure_seamless(
 
 
 def section_4_8() -> list[Row]:
-    """Section 4.8: texts that slide and tokens in short chunks; PubMed, L 2048, r_max 0.3."""
+    """Compare section 4.8: texts that slide, tokens in short chunks; PubMed, L 2048, r_max 0.3."""
     lengths = LAWS["pubmed"](11_268)
     printed = expect_seamless(PUBMED, 2048, 0.3)
     _, done = measure_seamless(lengths, 2048, 0.3)
@@ -348,9 +348,10 @@ def section_4_8() -> list[Row]:
 
 
 def figure_3(ratios: Iterable[float] = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5)) -> list[Row]:
-    """Figure 3: both counts over r_max. The figure prints no numbers; its shape is in the text.
+    """Measure Figure 3: both counts over r_max. The figure prints no numbers.
 
-    More texts slide and fewer tokens are short as r_max grows, both ever more slowly.
+    The paper's text describes its shape: as r_max grows, more texts slide and fewer tokens are
+    short, both ever more slowly.
     """
     lengths = LAWS["pubmed"](11_268)
     row = partial(compared, "Seamless Figure 3", "pubmed law")
@@ -369,7 +370,7 @@ def figure_3(ratios: Iterable[float] = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5)) -> list[
 
 
 def dropping() -> list[Row]:
-    """Appendix I.1: tokens that Seamless drops against tokens that best fit decreasing pads."""
+    """Compare appendix I.1: tokens that Seamless drops, tokens that best fit decreasing pads."""
     paper = {"pubmed": (51, 75), "bbc_news": (7, 140), "finance": (None, None)}
     rows = []
     for name, (count, capacity, extra) in CORPORA.items():
@@ -394,7 +395,7 @@ def dropping() -> list[Row]:
 
 
 def table_9(num_documents: int = 1_000_000) -> list[Row]:
-    """Table 9: seconds of FFD and BFD on the three corpora; their ratio on a million documents."""
+    """Compare Table 9: seconds of FFD and BFD on three corpora, their ratio on many documents."""
     paper = {"pubmed": (1.26, 1.78), "bbc_news": (2.24, 2.63), "finance": (2.83, 3.61)}
     rows = []
     for name, (count, capacity, _) in CORPORA.items():

@@ -1,9 +1,9 @@
 """Steps of one bucket, equal work for all ranks, a loss that weighs tokens: each on and off.
 
-BucketLLM (5.3) has the data of all GPUs in one bucket at every step, "facilitating efficient
-training". Times are those of four ranks' own forward and backward (``papers.ranks``): a step takes
-as long as its slowest rank. Losses are of training with four micro batches per step, which is the
-same computation as four ranks of one.
+BucketLLM (5.3) puts the data of all GPUs in one bucket at every step, "facilitating efficient
+training". Times are the forward and backward of each of four ranks (``papers.ranks``); a step lasts
+as long as its slowest rank. Losses are from training with four micro batches per step, which is the
+same computation as one micro batch on each of four ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PADDED, PADDED_MEANS = "padded, tokens weigh equally", "padded, ranks weigh equa
 
 
 def runs(scale: Scale) -> list[Run]:
-    """Five ways to make a step times seeds; the first one measures the times as well."""
+    """Return the runs of five ways to make a step and all seeds; the first also measures times."""
     setting = Setting(scale)
     largest = setting.ladder[-1]
     step = ranks.NUM_RANKS * largest
@@ -50,13 +50,13 @@ def runs(scale: Scale) -> list[Run]:
 
 
 def spread(result: Result, arm: str) -> float:
-    """Seconds of the slowest rank over the mean of all, mean over the steps; 1 is perfect."""
+    """Return the seconds of the slowest rank over the mean of all, mean of steps; 1 is perfect."""
     times = result.summary["probe"]["times"][arm]
     return fmean(max(step) / fmean(step) for step in times)
 
 
 def step_seconds(result: Result, arm: str) -> float:
-    """Seconds of a step, that is of its slowest rank, mean over the steps."""
+    """Return the seconds of a step, that is of its slowest rank, mean over the steps."""
     return fmean(max(step) for step in result.summary["probe"]["times"][arm])
 
 
@@ -66,7 +66,7 @@ def _work(timed: list[Result], arm: str) -> float | None:
 
 
 def rows(results: list[Result]) -> list[dict[str, Any]]:
-    """Times of steps, then losses."""
+    """Return rows of the times of steps, then of losses."""
     arms = by_name(results)
     timed = arms[ON]
     found: list[dict[str, Any]] = [
@@ -84,7 +84,7 @@ def rows(results: list[Result]) -> list[dict[str, Any]]:
 
 
 def claims(results: list[Result]) -> list[Claim]:
-    """Three switches, their times and their losses."""
+    """Return the claims about the three switches: times and losses."""
     arms = by_name(results)
     return [*_times(arms[ON]), *_losses(arms)]
 
@@ -147,7 +147,7 @@ def _losses(arms: dict[str, list[Result]]) -> list[Claim]:
 
 
 def plots(results: list[Result], folder: Path) -> None:
-    """Slowest over mean rank, step after step, of the first seed."""
+    """Plot the slowest over the mean rank of the first seed's steps, sorted."""
     times = by_name(results)[ON][0].summary["probe"]["times"]
     curves = {}
     for arm, steps in times.items():
