@@ -86,7 +86,7 @@ class Faults:
     """Share of requests with each fault."""
 
     slow_down: float = 0.0  # answered 503 SlowDown
-    cut: float = 0.0  # closed in the middle of the body
+    cut: float = 0.0  # connection closed in the middle of the body
     short: float = 0.0  # answered with half of the bytes, as if they were all
     flip: float = 0.0  # answered with one bit changed
     expired: float = 0.0  # answered 400 ExpiredToken
@@ -235,7 +235,7 @@ def _length(head: bytes) -> int:
 
 def _error(status: str, code: str) -> bytes:
     error = f"<Error><Code>{code}</Code><Message>of the line</Message></Error>"
-    body = f'<?xml version="1.0" encoding="UTF-8"?>\n{error}'.encode()  # as Amazon writes it
+    body = f'<?xml version="1.0" encoding="UTF-8"?>\n{error}'.encode()  # format of Amazon S3
     head = f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n"
     return head.encode() + body
 

@@ -235,7 +235,7 @@ def measure(num_documents: int) -> list[dict[str, Any]]:
     for case in CASES:
         memory = in_child(partial(memory_of, case, lengths))
         peak, output = memory["peak_bytes"], memory["output_bytes"]
-        (found,) = in_child(lambda case=case: [times_of(case, lengths)])  # frees its memory
+        (found,) = in_child(lambda case=case: [times_of(case, lengths)])  # the child frees memory
         rows.append(
             {"name": case.name, "strategy": case.strategy, "num_documents": num_documents, **found}
             | {"peak_mb": peak / 1e6, "extra_bytes_per_document": (peak - output) / num_documents}

@@ -42,7 +42,7 @@ from numpy.typing import NDArray
 
 from megapack.planning import ASSIGNMENTS, Cluster, StepPlan, plan_step
 
-# ---- The planners of others: each (lengths, ranks, cap) -> Held ---------------------------------
+# ---- Planners of other projects: each (lengths, ranks, cap) -> Held ------------------------------
 
 Held = list[list[list[int]]]  # micro batch, rank -> documents
 Plan = Callable[[list[int], int, int], Held]

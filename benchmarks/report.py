@@ -4,7 +4,7 @@ A benchmark writes its run to benchmarks/results/, which git ignores. Runs that 
 copied to docs/results/NAME.json and committed, so every clone generates the same pages:
 docs/results.md (``summary``: ten questions with their figures, claims that did not hold) with its
 pictures (``draw``: readable in gray), and docs/results/NAME.md, all tables of a benchmark
-(tables.py). A QUICK run is used only without another one. A page names its environment once.
+(tables.py). A QUICK run is used only if there is no other. A page names its environment once.
 
 make bench-report        # after the benchmarks whose figures should be quoted
 """

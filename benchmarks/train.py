@@ -47,7 +47,7 @@ from megapack.training.trainer import TimedBatches
 
 CUDA = torch.cuda.is_available()
 LADDER = BUCKETS if CUDA else [n // 4 for n in BUCKETS]
-DOCUMENTS, SCALE = (40_000, 1.0) if CUDA else (4000, 0.25)  # SCALE: a factor on their lengths
+DOCUMENTS, SCALE = (40_000, 1.0) if CUDA else (4000, 0.25)  # SCALE: factor on document lengths
 VOCABULARY = 128_256 if CUDA else 4096
 PRECISION = "bf16" if CUDA else "fp32"
 STEPS = 4 if quick() else 16  # per strategy and round

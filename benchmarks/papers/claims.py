@@ -31,7 +31,7 @@ class Row:
     corpus: str  # lengths that it was measured on
     item: str  # the strategy or setting
     quantity: str  # what the figure is, with its unit
-    paper: float | None  # the printed figure, or None
+    paper: float | None  # printed figure; None if not printed
     measured: float
     agrees: bool | None = None  # within the tolerance; None if there is nothing to compare
     why: str = ""  # reason of a disagreement, or a remark

@@ -94,7 +94,7 @@ class _Bench:
             [min(self.seconds(batch) for _ in range(2)) for batch in step]
             for step in zip(*loaders, strict=True)
         ]
-        return found[1:]  # the first one warms up
+        return found[1:]  # the first step warms up
 
     def work(self, attention: Attention, same: bool, dealing: Dealing) -> float:
         """Return the work of the busiest rank over the mean, which the loader computes."""
