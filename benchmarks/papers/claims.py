@@ -75,8 +75,7 @@ class Claim:
     agrees: Verdict | None  # by the rule of this module; None if there is nothing to compare
     why: str  # evidence for the verdict, or its limits
     p: float | None = None
-    """Probability of a difference at least this clear if there is no true difference; None if no
-    seeds are compared."""
+    """p-value of the verdict; None if no seeds are compared."""
 
 
 Kind = Callable[..., Claim]  # below or same
@@ -164,7 +163,7 @@ def alike(a: Sequence[float], b: Sequence[float], *, within: float) -> Judged:
 
 
 def near(measured: float, printed: float, *, within: float) -> Verdict:
-    """Return "yes" if an exact figure differs from the printed one by at most a share of it."""
+    """Return "yes" if an exact figure is within a share of the printed one, otherwise "no"."""
     return "yes" if abs(measured - printed) <= within * abs(printed) else "no"
 
 
