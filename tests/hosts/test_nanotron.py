@@ -196,7 +196,7 @@ def test_run_resumes_on_other_ranks_and_micro_batches(
     [
         ("boundary", Layout(name=""), "see another document"),
         ("no boundary", Layout(name=""), "see another document"),
-        ("mask", Layout(name=""), "against the loss mask of the batch"),
+        ("mask", Layout(name=""), "against the loss mask; this holds for"),
         ("loader", Layout(name=""), "'label_ids' of the first micro batch is not what megapack"),
         ("", Layout(name="window", data="program.json"), "attention windows"),
         ("", Layout(name="pipeline", pipeline_parallel=2), "parallelism has pp 2"),

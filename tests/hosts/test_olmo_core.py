@@ -180,7 +180,7 @@ def test_epochs_and_a_changed_batch_size_keep_the_order_of_rows(
     [
         ("boundary", "see another document"),
         ("no boundary", "see another document"),
-        ("labels", "against the loss mask of the batch"),
+        ("labels", "against the loss mask; this holds for"),
         ("loader", "'labels' of the first micro batch differs from what megapack gave"),
         ("no callback", "add PackedOlmoCallback of megapack.integrations.hosts.olmo_core"),
     ],

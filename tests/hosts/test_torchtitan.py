@@ -183,7 +183,7 @@ def test_run_resumes_on_other_ranks_and_micro_batches(
     [
         ("boundary", "see another document"),
         ("no boundary", "see another document"),
-        ("labels", "against the loss mask of the batch"),
+        ("labels", "against the loss mask; this holds for"),
         ("loader", "'labels' of the first micro batch differs from what megapack gave"),
         ("window", "attention windows"),
     ],

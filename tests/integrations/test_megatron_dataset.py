@@ -164,7 +164,7 @@ def test_weighted_data_path_becomes_one_blend(
 
 def test_blend_on_top_of_rows_is_refused(corpus: Path, tmp_path: Path) -> None:
     paths = [str(corpus / "web.json"), str(corpus / "mix.json")]
-    with pytest.raises(ConfigError, match="different buckets on different ranks"):
+    with pytest.raises(ConfigError, match="rows of different buckets in a micro step"):
         build(config(paths, tmp_path, blend=(paths, [0.5, 0.5])), [80, 0, 0])
 
 

@@ -179,7 +179,7 @@ def test_probe_refuses_moved_boundaries_and_labels(corpus: IndexedDataset) -> No
             probe(ranks, Model(shift), arrived)
     moved = Model()
     moved.labels_moved = 1
-    with pytest.raises(ConfigError, match="against the loss mask of the batch"):
+    with pytest.raises(ConfigError, match="against the loss mask; this holds for"):
         probe(ranks, moved, arrived)
 
 

@@ -177,7 +177,7 @@ def test_damage_is_named(copy: NewRun, whole: Run) -> None:
     run.start().end_with(1, "manifest.json is damaged: its state")
     manifest.write_text(sound)
     shard.write_bytes(data)
-    messages = f"{shard.name} has another checksum", "checkpoint.fallback=true"
+    messages = f"{shard.name} has a different checksum", "checkpoint.fallback=true"
     assert "Traceback" not in run.start().end_with(1, *messages)
 
     shard.unlink()

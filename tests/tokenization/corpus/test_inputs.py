@@ -172,7 +172,7 @@ def test_folders_that_match_a_pattern_are_reported(tree: Path) -> None:
     paths, messages = notes(f"{tree}/*")
     assert paths == [str(tree / "x.txt")]
     assert "matched by a pattern without ** and not read: 2 folders" in messages[0]
-    with pytest.raises(ConfigError, match=r"\[ab\]', but 2 folders; name them"):
+    with pytest.raises(ConfigError, match=r"\[ab\]', only 2 folders; name them"):
         find_inputs([f"{tree}/[ab]"])
 
 
