@@ -47,7 +47,7 @@ from tests.training.processes import PRETRAIN, Ranks, Zygote, environment, wait_
 
 NUM_STEPS, EVERY, FAULT_AT = 300, 25, 60
 PATIENCE = 120.0 if quick() else 420.0  # seconds, after which a remaining rank counts as waiting
-AT_MOST = 1200.0  # seconds, limit of a run that should end by itself
+AT_MOST = 1200.0  # seconds, limit of a run that should end without a kill
 SILENCE = 30.0 if quick() else 300.0  # engine.heartbeat_timeout_seconds, the default unless QUICK
 LIMITS = {
     "megapack": f"heartbeat timeout {SILENCE:.0f} s; observed for {PATIENCE:.0f} s",

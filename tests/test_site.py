@@ -1,4 +1,4 @@
-"""The site: pages made of docstrings, parsers, dataclasses and results, and its build."""
+"""Pages of the site, generated from docstrings, parsers, dataclasses and results; its build."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ COMPANIONS = (".bin", ".samples", SUFFIX, *_NAMELESS)
 
 
 def dataset_prefixes(names: Iterable[str]) -> list[str]:
-    """Return prefixes in the order given, each as often as it is named.
+    """Return prefixes in the order given, with repetitions.
 
     A dataset is named by its prefix, its .idx, a directory (every .idx in it, sorted by name) or a
     quoted pattern (its matches, sorted by name; also at an address). Other files of a dataset, as

@@ -379,7 +379,8 @@ def _pack_many(args: argparse.Namespace, options: Mapping[str, Any]) -> None:
     )
     # At addresses a request per dataset would be needed; blends compare the end tokens of those.
     local = [prefix for prefix in plan.prefixes if not is_remote(prefix)]
-    if difference := differing_tokens({prefix: read_meta(prefix) for prefix in local}):
+    described = [(prefix, meta) for prefix in local if (meta := read_meta(prefix)) is not None]
+    for difference in differing_tokens(lambda fact: ((p, meta.get(fact)) for p, meta in described)):
         note(f"{difference}: build them alike (--prepend-bos, --append-eod) unless intended")
     i, n = args.part or (0, 1)
     prefixes_of_part = plan.prefixes[i::n]

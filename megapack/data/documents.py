@@ -15,7 +15,7 @@ import abc
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, TypeAlias, TypeVar
 
@@ -36,7 +36,7 @@ from megapack.storage.dataset import (
     weights_identity,
 )
 from megapack.storage.index_file import LABELS, WEIGHTS
-from megapack.storage.metadata import PROMISES, common_metadata
+from megapack.storage.metadata import common_metadata, differing_tokens
 from megapack.storage.remote.cache import open_cache
 from megapack.storage.remote.checksums import BLOCK_BYTES
 from megapack.storage.remote.reader import RemoteTokens, blocks_of, read_consistently
@@ -303,19 +303,19 @@ def end_tokens(datasets: Iterable[SourceDocuments]) -> dict[int | None, str]:
 
 def _warn_of_document_tokens(datasets: Sequence[SourceDocuments]) -> None:
     """Warn if documents of a blend begin or end with different tokens."""
-    for fact, where in zip(PROMISES, ("begin", "end"), strict=True):
-        tokens: dict[str, str] = {}  # token -> first source that has it
+
+    def named(fact: str) -> Iterator[tuple[str, Any]]:
         for dataset in datasets:
             for token in dataset.document_tokens(fact):
-                tokens.setdefault("no token" if token is None else str(token), dataset.prefix)
-        if len(tokens) > 1 and tokens.keys() != {"unknown", "no token"}:
-            differing = ", ".join(f"{token} ({prefix})" for token, prefix in tokens.items())
-            warnings.warn(
-                f"documents of this blend {where} with different tokens: {differing}. Build the "
-                "sources alike (tokenize --prepend-bos, --append-eod) unless this is intended",
-                MegapackWarning,
-                stacklevel=3,
-            )
+                yield dataset.prefix, token
+
+    for difference in differing_tokens(named):
+        warnings.warn(
+            f"{difference}. Build the sources alike (tokenize --prepend-bos, --append-eod) unless "
+            "this is intended",
+            MegapackWarning,
+            stacklevel=3,
+        )
 
 
 def _as_list(items: Any) -> list[Any]:

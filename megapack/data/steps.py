@@ -271,7 +271,7 @@ def ranks_per_micro_batch(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StepView:
-    """How a step reads its samples; not which samples it reads.
+    """Requirements of a step on the samples that it reads.
 
     The schedule creates a view for each step, a micro batch gets the part for its samples (``of``),
     and the gather reads it.

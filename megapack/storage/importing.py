@@ -63,7 +63,7 @@ _LABEL_BLOCK = 1 << 20  # tokens
 
 @dataclass(frozen=True)
 class _Source:
-    """File whose documents are known and whose tokens were checked."""
+    """File with known documents and checked tokens."""
 
     foreign: Foreign
     layout: ArrayLayout
@@ -302,10 +302,10 @@ def _write_labels(
             # Take as many whole documents as fit into a block, at least one.
             limit = int(offsets[first]) + _LABEL_BLOCK
             end = max(first + 1, int(np.searchsorted(offsets, limit, "right")) - 1)
-            begin_token, end_token = int(offsets[first]), int(offsets[end])
-            block = slice(begin_token, end_token)
+            begin, stop = int(offsets[first]), int(offsets[end])
+            block = slice(begin, stop)
             labels = np.where(mask[block] != 0, tokens[block].astype(dtype), MASKED)
-            builder.add_documents(labels, offsets[first : end + 1] - begin_token)
+            builder.add_documents(labels, offsets[first : end + 1] - begin)
             first = end
 
 

@@ -204,8 +204,8 @@ def _check_tokenizers(inputs: list[InputDataset]) -> None:
 
 def _check_document_tokens(inputs: list[InputDataset]) -> None:
     """Raise DataError if the meta files name different begin or end tokens of documents."""
-    difference = differing_tokens({dataset.prefix: dataset.meta for dataset in inputs})
-    if difference is not None:
+    described = [(dataset.prefix, dataset.meta) for dataset in inputs if dataset.meta is not None]
+    for difference in differing_tokens(lambda fact: ((p, meta.get(fact)) for p, meta in described)):
         raise DataError(
             f"{difference}. Build one of them again (--prepend-bos, --append-eod), or pass "
             "allow_mixed_tokenizers=True (--allow-mixed-tokenizers)"

@@ -23,7 +23,7 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -130,22 +130,20 @@ def read_meta(prefix: str | os.PathLike[str]) -> dict[str, Any] | None:
     return content
 
 
-def differing_tokens(metas: Mapping[str, Mapping[str, Any] | None]) -> str | None:
-    """Return a sentence if documents of datasets begin or end with different tokens.
+def differing_tokens(named: Callable[[str], Iterable[tuple[str, Any]]]) -> Iterator[str]:
+    """Yield a sentence each if documents of datasets begin or end with different tokens.
 
     Args:
-        metas: prefix -> content of the meta file; datasets without one are not compared.
+        named: returns (prefix, token) of the datasets for a key of ``PROMISES``; None stands for no
+            token, "unknown" for a dataset without a meta file.
     """
-    described = {prefix: meta for prefix, meta in metas.items() if meta is not None}
     for fact, where in zip(PROMISES, ("begin", "end"), strict=True):
-        tokens: dict[Any, str] = {}  # token -> first dataset that has it
-        for prefix, meta in described.items():
-            tokens.setdefault(meta.get(fact), prefix)
-        if len(tokens) > 1:
-            (first, a), (second, b) = [*tokens.items()][:2]
-            named = ["no token" if token is None else token for token in (first, second)]
-            return f"documents of {a} {where} with {named[0]}, those of {b} with {named[1]}"
-    return None
+        tokens: dict[str, str] = {}  # token -> first dataset that has it
+        for prefix, token in named(fact):
+            tokens.setdefault("no token" if token is None else str(token), prefix)
+        if len(tokens) > 1 and tokens.keys() != {"unknown", "no token"}:
+            differing = ", ".join(f"{token} ({prefix})" for token, prefix in tokens.items())
+            yield f"documents {where} with different tokens: {differing}"
 
 
 def matching_meta(

@@ -173,7 +173,7 @@ def test_datasets_of_one_source_with_different_tokens_are_noted(tmp_path: Path, 
     alike = run(tmp_path / "a", tmp_path / "c", *command)
     assert alike.returncode == 0 and f" {where} with " not in alike.stderr
     differing = run(tmp_path / "a", tmp_path / "b", *command, "--overwrite")
-    expected = f"documents of {tmp_path}/a {where} with 5, those of {tmp_path}/b with 6: build them"
+    expected = f"{where} with different tokens: 5 ({tmp_path}/a), 6 ({tmp_path}/b): build them"
     assert differing.returncode == 0 and expected in differing.stderr, differing.stderr
 
 

@@ -128,7 +128,9 @@ def test_different_begin_or_end_tokens_are_refused_by_default(
     for fact, where in (("document_begin_token", "begin"), ("document_end_token", "end")):
         write(tmp_path / where, SMALL, metadata={"tokenizer": tokenizer, fact: 0})
         inputs = [tmp_path / "plain", tmp_path / where]
-        with pytest.raises(DataError, match=rf"{where} with no token, .* with 0.*--allow-mixed"):
+        with pytest.raises(
+            DataError, match=rf"{where} with different tokens: no token .*, 0 .*--allow-mixed"
+        ):
             merge(inputs, tmp_path / "merged")
         merge(inputs, tmp_path / f"allowed-{where}", allow_mixed_tokenizers=True)
 

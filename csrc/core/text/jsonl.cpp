@@ -247,7 +247,7 @@ class LineParser : JsonReader {
     }
 
   private:
-    // Looks for the member named by the whole key. If there is none, splits the key at its first
+    // Looks for the member named by the whole key. Without one, splits the key at its first
     // dot and looks for the second part inside the member named by the first.
     bool object(std::string_view key, std::uint8_t* out, std::size_t* written, LineStatus* status) {
         *status = LineStatus::missing_key;
