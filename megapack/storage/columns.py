@@ -1,0 +1,319 @@
+"""Columns: data that belongs to the tokens of a dataset, such as advantages or teacher logits.
+
+- ``ColumnSpec``: type of a column; ``column_entries``: columns that a meta file lists
+- ``ColumnWriter``: write ``<prefix>.<name>.col`` under a temporary name
+
+A column is a file of fixed-width rows, one per token of .bin, little-endian, without a header. The
+meta file describes it under ``columns``. A column refers to the token itself (an expert's number,
+a mask of images) or, with ``of: target``, to predicting the token (an advantage, a teacher's
+logits): a batch then stores its row at the position before, like a label.
+
+Three documents of 3, 2 and 2 tokens, with a float32 per token::
+
+    add_column("corpus", "advantages", [[0, .5, .5], [0, 1], [0, -1]],
+               ColumnSpec(dtype="float32", of="target"))
+    # -> corpus.advantages.col: 0 .5 .5 0 1 0 -1
+    #    corpus.meta.json: {..., "columns": {"advantages": {"dtype": "float32", "shape": [],
+    #                       "fill": 0, "of": "target", "bytes": 28, "xxh3_128": ["28 5f0c..."]}}}
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from megapack.config import from_dict
+from megapack.errors import ConfigError, DataError, FormatError
+from megapack.storage.files import AtomicFile
+from megapack.storage.index_file import path_of
+from megapack.storage.metadata import Checksum
+
+MAX_ROW_BYTES = 1 << 16
+STRETCH_BYTES = 1 << 24  # bytes of a column under one checksum
+# numpy has no bfloat16: its bits are stored and returned as uint16, and a batch has torch.bfloat16.
+_NUMPY = {"bfloat16": "uint16"}
+DTYPES = (
+    *(f"{sign}int{bits}" for bits in (8, 16, 32, 64) for sign in ("", "u")),
+    *("float16", "bfloat16", "float32"),
+)
+_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
+# Names of a batch, and companion files of a dataset.
+RESERVED = {
+    *("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens", "cu_seqlens_padded"),
+    *("max_seqlen", "dataset_ids", "weights", "groups", "sample_ids", "source", "capacity"),
+    *("bucket", "step", "micro_step", "num_micro_steps", "num_step_label_tokens", "imbalance"),
+    *("imbalance_in_order", "attention_window", "step_label_weight", "input_ids"),
+    *("attention_mask", "sequence_parallel_rank", "sequence_parallel_size"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnSpec:
+    """Type of a column.
+
+    Attributes:
+        dtype: one of ``DTYPES``.
+        shape: shape of a token's row; () for one number. A row has at most 64 KiB.
+        fill: number in rows of padding, of inserted tokens and, with ``of: target``, of tokens
+            without a next token; finite.
+        of: ``token``: the row describes the token; ``target``: it describes predicting the token.
+
+    Raises:
+        ConfigError: an unknown dtype, a shape that is not positive or too large, or a fill value
+            that the dtype cannot represent.
+    """
+
+    dtype: str
+    shape: tuple[int, ...] = ()
+    fill: int | float = 0
+    of: Literal["token", "target"] = "token"
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"column dtype is {self.dtype!r}; it is one of {', '.join(DTYPES)}")
+        if self.of not in ("token", "target"):
+            raise ConfigError(f"a column is of {self.of!r}; it is of 'token' or 'target'")
+        if any(type(n) is not int or n < 1 for n in self.shape) or self.row_bytes > MAX_ROW_BYTES:
+            raise ConfigError(
+                f"column shape {list(self.shape)} of {self.dtype} has {self.row_bytes} bytes per "
+                f"token; sizes are positive and a row has at most {MAX_ROW_BYTES} bytes"
+            )
+        try:
+            exact = math.isfinite(self.fill) and _convert(self.fill, self).size == 1
+        except DataError:
+            exact = False
+        if not exact:
+            raise ConfigError(f"column fill is {self.fill}, which is not a finite {self.dtype}")
+
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        """Dtype of the stored numbers, little-endian; uint16 for bfloat16."""
+        dtype: np.dtype[Any] = np.dtype(_NUMPY.get(self.dtype, self.dtype)).newbyteorder("<")
+        return dtype
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes per token."""
+        return math.prod(self.shape) * self.numpy_dtype.itemsize
+
+    @property
+    def fill_row(self) -> NDArray[np.uint8]:
+        """(row_bytes,) a row of fill values, as bytes."""
+        return np.full(math.prod(self.shape), _convert(self.fill, self)).view(np.uint8)
+
+    def rows(self, values: Any) -> NDArray[Any]:
+        """Return values as stored: ``numpy_dtype``, C-contiguous, (tokens, *shape).
+
+        Accepts lists, arrays and tensors. Floats are rounded to a narrower float dtype. For
+        bfloat16, an array of uint16 contains bits; other numbers are rounded to the nearest.
+
+        Raises:
+            DataError: wrong shape; a float for an integer column; or a number outside the dtype.
+        """
+        array = _convert(values, self)
+        if array.size == 0 and array.ndim == 1:
+            array = array.reshape(0, *self.shape)  # [] has no shape of a row
+        if array.ndim != 1 + len(self.shape) or array.shape[1:] != self.shape:
+            raise DataError(
+                f"rows have shape {list(array.shape)}; the column has one row of shape "
+                f"{list(self.shape)} per token"
+            )
+        return np.ascontiguousarray(array)
+
+    def entry(self, checksums: list[Checksum]) -> dict[str, Any]:
+        """Return the entry of the meta file for a column with these stretches."""
+        return {
+            "dtype": self.dtype,
+            "shape": list(self.shape),
+            "fill": self.fill,
+            "of": self.of,
+            "bytes": sum(size for size, _ in checksums),
+            "xxh3_128": [f"{size} {digest}" for size, digest in checksums],
+        }
+
+
+def _convert(values: Any, spec: ColumnSpec) -> NDArray[Any]:
+    """Convert numbers to the stored dtype; see ``ColumnSpec.rows``."""
+    if hasattr(values, "detach"):  # torch.Tensor, without importing torch
+        tensor = values.detach().cpu()
+        if str(tensor.dtype) == "torch.bfloat16":
+            tensor = tensor.float()  # exact; rounding back below is exact, too
+        values = tensor.numpy()
+    array = np.asarray(values)
+    stored = spec.numpy_dtype
+    if array.dtype.kind not in "iufb" and array.size:
+        raise DataError(f"column values are {array.dtype}; give numbers")
+    if spec.dtype == "bfloat16":
+        return array.astype(stored) if array.dtype == np.uint16 else _bfloat16_bits(array)
+    if stored.kind == "f":
+        with np.errstate(over="ignore"):
+            rounded = array.astype(stored)
+        _check_each(np.isfinite(rounded) | ~np.isfinite(array), array, spec)
+        return rounded
+    if array.dtype.kind == "f" and array.size:
+        raise DataError(f"column values are {array.dtype}, and the column is {spec.dtype}")
+    if array.size and array.dtype != stored:
+        limits = np.iinfo(stored)
+        # Python compares integers of any width and sign exactly; numpy would convert first.
+        low, high = int(array.min()), int(array.max())
+        if low < limits.min or high > limits.max:
+            extreme = low if low < limits.min else high
+            raise DataError(f"column value {extreme} is outside {spec.dtype}")
+    return array.astype(stored)
+
+
+def _bfloat16_bits(array: NDArray[Any]) -> NDArray[np.uint16]:
+    """Round numbers to bfloat16, ties to even; return the bits."""
+    single = array.astype(np.float32)
+    bits = single.view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    is_nan = np.isnan(single)
+    result = np.where(is_nan, (bits >> 16) | 0x40, rounded).astype("<u2")
+    overflows = ((result & 0x7FFF) == 0x7F80) & np.isfinite(array)
+    if overflows.any():
+        raise DataError(f"column value {array[overflows].flat[0]} is outside bfloat16")
+    return result
+
+
+def _check_each(fits: NDArray[np.bool_], array: NDArray[Any], spec: ColumnSpec) -> None:
+    if not fits.all():
+        raise DataError(f"column value {array[~fits].flat[0]} is outside {spec.dtype}")
+
+
+# ---- Entries of the meta file --------------------------------------------------------------------
+
+KEY = "columns"  # of the meta file
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnEntry:
+    """Entry of the meta file: a column, its size and the checksums of its stretches."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    fill: int | float
+    of: Literal["token", "target"]
+    bytes: int
+    xxh3_128: tuple[str, ...]
+
+    @property
+    def spec(self) -> ColumnSpec:
+        """Type of the column. Raises ConfigError if it is not valid."""
+        return ColumnSpec(dtype=self.dtype, shape=self.shape, fill=self.fill, of=self.of)
+
+    @property
+    def checksums(self) -> list[Checksum]:
+        """Checksums of consecutive stretches of the file."""
+        lines = [line.split() for line in self.xxh3_128]
+        return [Checksum(int(size), digest) for size, digest in lines]
+
+
+def column_entries(meta: Mapping[str, Any] | None, where: object) -> dict[str, ColumnEntry]:
+    """Return the columns that a meta file lists, in alphabetical order.
+
+    Args:
+        meta: its content; None: there is no meta file, and no columns.
+        where: its path, for messages.
+
+    Raises:
+        FormatError: an entry is damaged, or does not have one row per token.
+    """
+    entries: dict[str, ColumnEntry] = {}
+    for name, content in sorted((meta or {}).get(KEY, {}).items()):
+        try:
+            check_column_name(name)
+            entry = from_dict(ColumnEntry, content, where=f"{where}: column {name}")
+            sizes = [size for size, _ in entry.checksums]
+            expected = (meta or {})["num_tokens"] * entry.spec.row_bytes
+            if sum(sizes) != entry.bytes or entry.bytes != expected or min(sizes, default=1) < 1:
+                raise ConfigError(f"{entry.bytes} bytes; one row per token has {expected}")
+        except (ConfigError, ValueError) as error:
+            raise FormatError(
+                f"{where}: column {name} is damaged: {error}; restore the meta file from a copy"
+            ) from error
+        entries[name] = entry
+    return entries
+
+
+def check_column_name(name: str) -> None:
+    """Raise ConfigError unless a column can have this name."""
+    if _NAME.fullmatch(name) is None:
+        raise ConfigError(
+            f"column name {name!r} is not valid: use up to 64 lower-case letters, digits and _, "
+            "beginning with a letter"
+        )
+    if name in RESERVED:
+        raise ConfigError(f"column name {name!r} is a name of megapack's batches; choose another")
+
+
+def column_path(prefix: str | os.PathLike[str], name: str) -> Path:
+    """Return ``<prefix>.<name>.col``."""
+    return path_of(prefix, f".{name}.col")
+
+
+# ---- Files ---------------------------------------------------------------------------------------
+
+
+class ColumnWriter:
+    """Writer of a .col file under a temporary name. A method that raises writes nothing.
+
+    Attributes:
+        spec: type of the column.
+        target: the unpublished file.
+        num_rows: rows written so far.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str], name: str, spec: ColumnSpec) -> None:
+        check_column_name(name)
+        self.spec, self.num_rows = spec, 0
+        self.target = AtomicFile(column_path(prefix, name))
+        self._checksums: list[Checksum] = []
+        self._hasher, self._hashed_bytes = xxhash.xxh3_128(), 0
+
+    def append(self, rows: NDArray[Any]) -> None:
+        """Write rows (from ``ColumnSpec.rows``)."""
+        data = rows.reshape(-1).view(np.uint8).data
+        self.target.write(data)
+        self.num_rows += len(rows)
+        while data:
+            part = data[: STRETCH_BYTES - self._hashed_bytes]
+            self._hasher.update(part)
+            self._hashed_bytes += len(part)
+            if self._hashed_bytes == STRETCH_BYTES:
+                self._end_stretch()
+            data = data[len(part) :]
+
+    def append_fill(self, num_rows: int) -> None:
+        """Write rows of fill values."""
+        block_rows = max(1, (1 << 20) // self.spec.row_bytes)
+        block = np.tile(self.spec.fill_row, (min(block_rows, num_rows), 1))
+        for begin in range(0, num_rows, block_rows):
+            self.append(block[: num_rows - begin])
+
+    def append_file(self, file: io.FileIO, checksums: list[Checksum]) -> None:
+        """Copy a whole .col file of the same type with its recorded checksums; not read here."""
+        self._end_stretch()
+        num_bytes = sum(size for size, _ in checksums)
+        self.target.copy_from(file, num_bytes)
+        self._checksums += checksums
+        self.num_rows += num_bytes // self.spec.row_bytes
+
+    def finish(self) -> dict[str, Any]:
+        """Return the entry of the meta file; ``target`` is then complete."""
+        self._end_stretch()
+        return self.spec.entry(self._checksums)
+
+    def _end_stretch(self) -> None:
+        if self._hashed_bytes:
+            self._checksums.append(Checksum(self._hashed_bytes, self._hasher.hexdigest()))
+        self._hasher, self._hashed_bytes = xxhash.xxh3_128(), 0
