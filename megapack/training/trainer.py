@@ -168,7 +168,7 @@ class Trainer:
     def set_step(self, done: int) -> None:
         """Record that ``done`` optimizer steps are complete."""
         self.done, self.tokens_seen = done, self.inputs.schedule.tokens_before(done)
-        self.run_dir.at = {"step": done, "saved": self.saved}
+        self.run_dir.steps = {"step": done, "saved": self.saved}
         self.world.progress.at(f"the end of step {done - 1}")
 
     def run(self, signals: StopSignals) -> Literal["done", "signal", "stop_at"]:
