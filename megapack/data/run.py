@@ -234,6 +234,10 @@ class RunConfig(Protocol):
     def engine(self) -> HasSequenceParallelSize: ...
 
 
+# Fields of DataConfig that decide or are compared with the order of samples.
+ORDER_FIELDS = (*(field.name for field in dataclasses.fields(StepConfig)), "loss", "fim")
+
+
 class PlannedRun:
     """Steps of a run over samples, and their assignment to ranks.
 

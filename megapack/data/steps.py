@@ -301,6 +301,16 @@ class StepView:
         changed: dict[str, Any] = {name: array[positions] for name, array in arrays.items()}
         return replace(self, **changed)
 
+    @property
+    def has_exclusions(self) -> bool:
+        """True if a list is in force."""
+        return self.num_lists > 0
+
+    def excludes(self, first_lists: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return for documents whether a list in force has them, from the first that does."""
+        excluded: NDArray[np.bool_] = first_lists <= self.num_lists
+        return excluded
+
     def each(self, count: int) -> list[StepView]:
         """Return the views of ``count`` samples, one by one."""
         return [self.of(slice(i, i + 1)) if self._arrays() else self for i in range(count)]

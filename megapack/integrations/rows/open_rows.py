@@ -37,7 +37,6 @@ from megapack.config import from_dict, load_config, to_dict
 from megapack.data.blend import HostOptions, Source
 from megapack.data.dataset import open_blend
 from megapack.data.documents import SourceDocuments, open_source
-from megapack.data.fim import open_fim
 from megapack.data.report import check_epochs, check_labels, plan_run
 from megapack.errors import ConfigError
 from megapack.integrations.rows.dataset import RowDataset, RowOptions
@@ -174,7 +173,7 @@ class Recipe:
     buckets: tuple[int, ...]
     seed: int
     align: int = 1  # each segment takes a multiple of this many tokens
-    fim_room: int = 0  # tokens by which a document may grow (``megapack.data.fim``)
+    fim_room: int = 0  # tokens by which fill-in-the-middle may lengthen a document
 
     def digest(self, fingerprint: str) -> str:
         """Return the identity of the index of a dataset: 32 hexadecimal digits."""
@@ -315,8 +314,9 @@ def open_rows(
             take precedence over those of the host.
         datasets: ``open_documents(manifest)``.
         split: part of every source's documents, as fractions; (0.99, 1.0) is the last percent.
-            Stages and ``fim`` apply only to a part that begins with the first document (training);
-            other parts (validation, test) use the sources and weights of the manifest throughout.
+            Stages and fill-in-the-middle apply only to a part that begins with the first document
+            (training); other parts (validation, test) use the sources and weights of the manifest
+            throughout.
         num_rows, finite: see ``RowDataset``. A finite set ignores the manifest's rows_per_block,
             stages and attention window.
         cache_directory: the host's; None: ``megapack-cache`` in the folder of the first source, if
@@ -331,9 +331,8 @@ def open_rows(
     if where is None and not is_remote(datasets[0].prefix):
         where = Path(datasets[0].prefix).parent / "megapack-cache"
     if not trains:
-        held_out = tuple(replace(source, fim_rate=None) for source in manifest.sources)
-        manifest = replace(manifest, sources=held_out, fim=None)
-    rooms = _fim_rooms(manifest, datasets)
+        manifest = manifest.without_fim()
+    rooms = manifest.fim_rooms(datasets)
     used = [
         (source, dataset, index)
         for source, dataset, room in zip(manifest.sources, datasets, rooms, strict=True)
@@ -369,15 +368,6 @@ def open_data_path(data_path: str | Manifest, options: RowOptions, **arguments: 
     ``arguments`` are split, num_rows, finite, cache_directory of ``open_rows``."""
     manifest = Manifest.read(data_path) if isinstance(data_path, str) else data_path
     return open_rows(manifest, open_documents(manifest), options, **arguments)
-
-
-def _fim_rooms(manifest: Manifest, datasets: Sequence[SourceDocuments]) -> list[int]:
-    """Return for every source the number of tokens by which its documents may grow."""
-    if manifest.fim is None:
-        return [0] * len(datasets)
-    room = open_fim(manifest.fim, datasets).room
-    mixture = manifest.mixture
-    return [room if rate else 0 for rate in mixture.of(mixture.names or ()).largest_fim_rates]
 
 
 def _index_of(

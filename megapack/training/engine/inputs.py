@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any, Literal
 
 import numpy as np
@@ -31,8 +30,7 @@ from megapack.data.resume import (
     model_record,
     tokenizer_digest,
 )
-from megapack.data.run import Decisions, OpenRun, PlannedRun
-from megapack.data.steps import StepConfig
+from megapack.data.run import ORDER_FIELDS, Decisions, OpenRun, PlannedRun
 from megapack.errors import ConfigError, FormatError, MegapackError
 from megapack.packing import SampleIndex, pack
 from megapack.packing.sharded import SourceIndex
@@ -187,8 +185,7 @@ def check_run(config: PretrainConfig, run: PlannedRun, num_ranks: int) -> Any:
         )
     positions = config.data.positions
     try:
-        indices, fim = run.schedule.samples.indices, run.schedule.samples.fim
-        room = 0 if fim is None else fim.room
+        indices, room = run.schedule.samples.indices, run.schedule.samples.fim_room
         row = run.schedule.config.row_tokens
         what = "the training data"
         _check_positions(indices, architecture, positions, what, room=room, row_tokens=row)
@@ -343,8 +340,7 @@ _LAYOUT = "divides the same computation among ranks, memory or time"
 NO_EFFECT = {
     **dict.fromkeys(("run_dir", "stop_at", "logging", "evaluation", "checkpoint"), _OUTPUT),
     **dict.fromkeys(("num_steps", "num_epochs"), _LENGTH),
-    **{f"data.{field.name}": _ORDER for field in fields(StepConfig)},
-    **dict.fromkeys(("seed", "data.loss", "data.fim"), _ORDER),
+    **dict.fromkeys(("seed", *(f"data.{name}" for name in ORDER_FIELDS)), _ORDER),
     **{
         f"model.{name}": _RESOLVED
         for name in ("preset", "pretrained", "config", "overrides", "allow_missing")
