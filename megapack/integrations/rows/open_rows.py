@@ -18,13 +18,12 @@ of ``rows_per_block`` rows, which are the host's steps if a block is its global 
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ from megapack.data.blend import HostOptions, Source
 from megapack.data.dataset import open_blend
 from megapack.data.documents import SourceDocuments, open_source
 from megapack.data.report import check_epochs, check_labels, plan_run
-from megapack.errors import ConfigError
+from megapack.errors import ConfigError, LockedError
 from megapack.integrations.rows.dataset import RowDataset, RowOptions
 from megapack.packing import SampleIndex, find_strategy, pack
 from megapack.packing.sample_index import describe_source
@@ -46,6 +45,7 @@ from megapack.packing.sharded import SourceIndex, is_shard_manifest
 from megapack.records import parse_json
 from megapack.storage import IndexedDataset
 from megapack.storage.address import is_remote
+from megapack.storage.locks import WriterLock
 
 logger = logging.getLogger(__name__)
 
@@ -196,31 +196,29 @@ def cached_index(
     """
     name = f"{Path(dataset.prefix).name}-{recipe.strategy}-{recipe.digest(dataset.fingerprint)}"
     path = directory / f"{name}.samples"
-    if not path.exists():
+    deadline, pause = time.monotonic() + BUILD_TIMEOUT, 0.05
+    while not path.exists():
         if node_local or is_first_rank():
             directory.mkdir(parents=True, exist_ok=True)
-            with _locked(directory) if node_local else nullcontext():
-                if not path.exists():
-                    _build_and_save(dataset, recipe, path)
-        else:
-            _wait_for(path)
+            with suppress(LockedError):  # a process of this node builds it: wait for it
+                with WriterLock(path, what="packing") if node_local else nullcontext():
+                    if not path.exists():
+                        _build_and_save(dataset, recipe, path)
+                continue
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                f"{path} did not appear in {BUILD_TIMEOUT:.0f} s; rank 0 builds it. If the "
+                'directory is not shared between nodes set "node_local" in the manifest; to build '
+                "before the job starts run `python -m megapack.integrations.rows.index`"
+            )
+        time.sleep(pause)
+        pause = min(1.0, 2 * pause)
     return SampleIndex.load(path)
 
 
 def is_first_rank() -> bool:
     """Return whether this is global rank 0, or a process without a process group."""
     return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
-
-
-@contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """Lock a directory among the processes of this node; the lock ends with the process."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _build_and_save(dataset: IndexedDataset, recipe: Recipe, path: Path) -> None:
@@ -241,20 +239,6 @@ def _build_and_save(dataset: IndexedDataset, recipe: Recipe, path: Path) -> None
         100 * metrics["num_truncated_documents"] / max(1, recipe.end - recipe.begin),
         path,
     )
-
-
-def _wait_for(path: Path) -> None:
-    deadline = time.monotonic() + BUILD_TIMEOUT
-    pause = 0.05
-    while not path.exists():
-        if time.monotonic() > deadline:
-            raise ConfigError(
-                f"{path} did not appear in {BUILD_TIMEOUT:.0f} s; rank 0 builds it. If the "
-                'directory is not shared between nodes set "node_local" in the manifest; to build '
-                "before the job starts run `python -m megapack.integrations.rows.index`"
-            )
-        time.sleep(pause)
-        pause = min(1.0, 2 * pause)
 
 
 def build_index(dataset: IndexedDataset, recipe: Recipe) -> SampleIndex:

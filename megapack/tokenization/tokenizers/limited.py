@@ -25,8 +25,6 @@ from megapack.errors import MegapackError
 A = TypeVar("A")
 T = TypeVar("T")
 
-_BATCH = 64  # results per message: a message costs as much as several short conversations
-
 _WALL_FACTOR = 30  # limit of elapsed time / of CPU time: a deadlock uses no CPU time
 _seconds = 0.0  # CPU time limit of this process; 0: none
 
@@ -36,7 +34,12 @@ class LimitError(MegapackError):
 
 
 def run_limited(
-    function: Callable[[A], T], arguments: Sequence[A], *, seconds: float, num_bytes: int
+    function: Callable[[A], T],
+    arguments: Sequence[A],
+    *,
+    seconds: float,
+    num_bytes: int,
+    batch: int = 64,
 ) -> Iterator[T]:
     """Yield ``function`` of every argument, computed in a child process.
 
@@ -45,32 +48,12 @@ def run_limited(
     Args:
         seconds: limit of CPU time per argument; ``renew_time_limit`` restarts it.
         num_bytes: limit of the child's memory, in addition to what this process has mapped.
+        batch: results per message: a message costs as much as several short conversations.
 
     Raises:
         LimitError: the child exceeded a limit, or died, at the next argument.
         Exception: any exception that ``function`` raises.
     """
-    num_done = 0
-    try:
-        for results in _run_batches(function, arguments, _BATCH, seconds, num_bytes):
-            yield from results
-            num_done += len(results)
-    except LimitError:
-        if num_done + 1 == len(arguments):
-            raise
-        # The child died with finished results that it had not sent: send each as it is finished.
-        for results in _run_batches(function, arguments[num_done:], 1, seconds, num_bytes):
-            yield from results
-
-
-def _run_batches(
-    function: Callable[[A], T],
-    arguments: Sequence[A],
-    batch: int,
-    seconds: float,
-    num_bytes: int,
-) -> Iterator[list[T]]:
-    """Yield the results in lists of up to ``batch``."""
     reader, writer = multiprocessing.Pipe(duplex=False)
     with warnings.catch_warnings():
         # Python warns that other threads may hold locks. The child does not acquire these locks.
@@ -84,26 +67,30 @@ def _run_batches(
         finally:
             os._exit(0)
     writer.close()
-    status = None
+    status, num_done = None, 0
+    error: BaseException | None = None
     try:
-        while True:
+        while error is None:
             try:
                 results, error = reader.recv()
             except EOFError:
                 status = os.waitpid(child, 0)[1]
-                raise LimitError(_reason(status, seconds)) from None
-            yield results
-            if isinstance(error, MemoryError):
-                raise LimitError(f"it needs more than {num_bytes / 2**30:g} GiB of memory")
-            if isinstance(error, StopIteration):
-                return
-            if error is not None:
-                raise error
+                results, error = [], LimitError(_reason(status, seconds))
+            yield from results
+            num_done += len(results)
     finally:
         reader.close()
         if status is None:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
+    if isinstance(error, MemoryError):
+        error = LimitError(f"it needs more than {num_bytes / 2**30:g} GiB of memory")
+    if isinstance(error, LimitError) and batch > 1 and num_done + 1 < len(arguments):
+        # The child may have lost finished results of its last batch: send each by itself.
+        unfinished = arguments[num_done:]
+        yield from run_limited(function, unfinished, seconds=seconds, num_bytes=num_bytes, batch=1)
+    elif not isinstance(error, StopIteration):
+        raise error
 
 
 def renew_time_limit() -> None:
