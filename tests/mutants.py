@@ -386,13 +386,15 @@ cut_label_ahead: the label behind a cut is not asked for ahead
 
 # Exclusions, resume, sources of many shards.
 
+megapack/data/steps.py: masking
+list_in_force: work and labels are counted with documents of the newest list
+- first_lists <= self.num_lists
++ first_lists < self.num_lists
+
 megapack/data/sources.py: masking
 list_digest: an edited list of as many documents passes for the old one
 - f"{len(masked)} documents, xxh3 {digest}"
 + f"{len(masked)} documents, xxh3 "
-list_in_force: work and labels are counted with documents of the newest list
-- is_listed & (self.first_lists[source][i] <= view.num_lists)
-+ is_listed & (self.first_lists[source][i] < view.num_lists)
 
 megapack/data/resume.py: resume
 past_sources: a source that joins at the present step is refused

@@ -165,6 +165,10 @@ SHARED: dict[str, dict[str, Any]] = {
 }
 
 
+# Options of every packing, whatever its strategy.
+PACKING = ("--groups", "--seed", "--threads", "--alignment", "--fim-room")
+
+
 def add_shared(parser: Arguments, *names: str, help: str = "", **changes: Any) -> None:
     """Declare shared options; ``help`` is appended to theirs, ``changes`` are argparse's."""
     for name in names:

@@ -21,7 +21,7 @@ from megapack.cli.arguments import add_dataset_argument, add_shared
 from megapack.cli.datasets import dataset_prefixes, documents_of
 from megapack.cli.output import Work, note, print_result
 from megapack.storage import IndexedDataset
-from megapack.storage.index_file import BESIDE
+from megapack.storage.index_file import COMPANIONS
 from megapack.storage.merge import merge
 from megapack.units import counted
 
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     prefixes = documents_of(dataset_prefixes(args.prefixes))
-    for end in BESIDE:
+    for end in COMPANIONS:
         if any(IndexedDataset.exists(prefix + end) for prefix in prefixes):
             note(
                 f"PREFIX{end} of the inputs is not merged: merge the datasets PREFIX{end} in the "

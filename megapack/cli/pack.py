@@ -39,6 +39,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapack.cli.arguments import (
+    PACKING,
     Arguments,
     add_dataset_argument,
     add_shared,
@@ -208,7 +209,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="pack only this share of the documents (0.02, or 2/100), for a proxy run with that "
         "share of the final run's tokens; a larger share contains every smaller one (default: 1)",
     )
-    add_shared(parser, "--groups", "--seed", "--threads", "--alignment", "--fim-room")
+    add_shared(parser, *PACKING)
     parser.add_argument(
         "--preset", metavar="NAME", help="use the parameters of a paper, from the list below"
     )

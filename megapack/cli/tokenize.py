@@ -301,7 +301,7 @@ def _preview_facts(preview: Preview) -> dict[str, Any]:
         "estimate": dataclasses.asdict(preview.estimate),
         "missing_shards": preview.num_missing,
         "finished": preview.finished,
-        "left_behind": list(preview.left_behind),
+        "other_plans": list(preview.other_plans),
     }
 
 
@@ -344,7 +344,7 @@ def _print_preview(preview: Preview) -> None:
     )
     for prefix in preview.prefixes.values():
         print(f"dataset    {prefix}.bin, {prefix}.idx")
-    for line in preview.left_behind:
+    for line in preview.other_plans:
         print(f"beside     {line}")
     if preview.finished:
         print("nothing to do: this build is complete")
@@ -391,7 +391,7 @@ def _print_result(result: BuildResult, seconds: float) -> None:
             f"{', '.join(kinds[:_MOST_SPECIAL_TOKENS])}{more}; --special-tokens text encodes them "
             "as text"
         )
-    if result.state == "found":
+    if result.state == "complete":
         print("nothing to do: this build is complete")
     else:
         kept = f" ({count(result.num_shards_kept)} kept from before)"

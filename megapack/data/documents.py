@@ -92,7 +92,7 @@ class SourceDocuments(abc.ABC):
         """
 
     def document_tokens(self, fact: str) -> set[Any]:
-        """Return the tokens that the meta files name as ``fact``, one of ``PROMISES``.
+        """Return the tokens that the meta files name as ``fact``, one of ``BOUNDARY_TOKENS``.
 
         None stands for a meta file without this fact, "unknown" for a missing meta file.
         """

@@ -165,7 +165,7 @@ class Exclusions:
             return np.zeros(len(documents), np.bool_)
         i = np.minimum(np.searchsorted(listed, documents), len(listed) - 1)
         is_listed = listed[i] == documents
-        masked: NDArray[np.bool_] = is_listed & (self.first_lists[source][i] <= view.num_lists)
+        masked: NDArray[np.bool_] = is_listed & view.excludes(self.first_lists[source][i])
         return masked
 
     def of_documents(self, source: int, begin: int, end: int) -> tuple[Ids, Ids]:
@@ -282,6 +282,11 @@ class SampleSource:
     def weighs_tokens(self) -> bool:
         """True if the loss masks carry weights, in every step of the run."""
         return self.mixture.loss != "token_mean" or any(self.token_weights)
+
+    @property
+    def fim_room(self) -> int:
+        """Tokens that fill-in-the-middle adds to a document; 0 if it is off."""
+        return 0 if self.fim is None else self.fim.room
 
     @property
     def windows(self) -> list[int]:
@@ -454,7 +459,7 @@ class SampleSource:
         whole = self.attention == "sample" if whole is None else whole
         costs = np.empty(len(ids), np.int64)
         for shard, positions, local in self._by_shard(ids):
-            if window is None and not view.num_lists and not in_groups:
+            if window is None and not view.has_exclusions and not in_groups:
                 index = self.shards.index(shard)
                 arrays = (index.sample_segment_offsets, index.segment_length)
                 costs[positions] = _core.attention_cost_of(*arrays, local, capacity, whole)
@@ -510,7 +515,7 @@ class SampleSource:
         index = self.shards.index(shard)
         segments, owner = segments_of(index, samples)
         lengths = np.asarray(index.segment_length[segments], np.int64)
-        if view.num_lists:
+        if view.has_exclusions:
             source, first = int(self.shards.sources[shard]), self.shards.first_documents[shard]
             documents = first + np.asarray(index.segment_document[segments], np.int64)
             lengths[self.exclusions.masks(source, documents, view)] = 0

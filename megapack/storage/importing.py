@@ -33,7 +33,7 @@ from megapack.storage.files import (
     remove_leftovers,
 )
 from megapack.storage.foreign import KINDS, Foreign, detect, open_foreign
-from megapack.storage.index_file import BESIDE, LABELS, path_of, prefix_of
+from megapack.storage.index_file import COMPANIONS, LABELS, path_of, prefix_of
 from megapack.storage.index_writer import (
     ArrayLayout,
     DatasetContent,
@@ -207,7 +207,7 @@ def import_dataset(
 
 def _refuse_companions(prefix: str) -> None:
     """Raise ConfigError if the dataset has labels, weights or groups, which import cannot copy."""
-    for end in BESIDE:
+    for end in COMPANIONS:
         if path_of(prefix + end, ".idx").exists():
             raise ConfigError(
                 f"{prefix}{end} belongs to {prefix}, and import would not copy it: copy the files "

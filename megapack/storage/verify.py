@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from megapack.errors import FormatError
 from megapack.storage.address import is_remote
 from megapack.storage.files import file_identity, is_being_written, open_regular, temporary_files
-from megapack.storage.index_file import BESIDE, MAGIC, IndexFile, Tokens, path_of, prefix_of
+from megapack.storage.index_file import COMPANIONS, MAGIC, IndexFile, Tokens, path_of, prefix_of
 from megapack.storage.metadata import (
     Checksum,
     bin_checksums,
@@ -46,7 +46,7 @@ from megapack.storage.tokens import scan_tokens
 __all__ = ["Finding", "find_duplicates", "has_errors", "leftovers", "verify"]
 
 RESTORE = "restore .bin from a copy or build it again"
-DATASET = rf"({'|'.join(map(re.escape, BESIDE))})?\.(bin|idx|meta\.json|samples)"
+DATASET = rf"({'|'.join(map(re.escape, COMPANIONS))})?\.(bin|idx|meta\.json|samples)"
 
 
 class TokenChecks(NamedTuple):

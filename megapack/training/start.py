@@ -32,7 +32,6 @@ from megapack.training.engine.export import end_token, export_model, tokenizer_o
 from megapack.training.engine.inputs import (
     Inputs,
     check_run,
-    open_inputs,
     run_record,
     verify_samples,
 )
@@ -100,7 +99,7 @@ def check_start(
     Returns the inputs, the transformers configuration of the model, and the tokenizer.
     """
     check_directory(config.checkpoint, run)
-    inputs = open_inputs(config)
+    inputs = Inputs(config)
     check_mixing(config, inputs)
     if config.evaluation.every is not None and not inputs.held_out:
         raise ConfigError(
@@ -353,7 +352,7 @@ def with_decisions(
     tree = None if resume is None else resume.manifest.state.get("decisions")
     if decisions is None and tree is not None:
         decisions = from_dict(Decisions, tree, where="decisions of the checkpoint")
-    return inputs if decisions == inputs.decisions else open_inputs(config, decisions)
+    return inputs if decisions == inputs.decisions else Inputs(config, decisions)
 
 
 def check_newest(

@@ -21,7 +21,7 @@ from megapack.training.command import set_rank_environment
 from megapack.training.config import PretrainConfig
 from megapack.training.engine.deepspeed_config import zero_3_configuration
 from megapack.training.engine.engine import start_engine, train_step
-from megapack.training.engine.inputs import open_inputs
+from megapack.training.engine.inputs import Inputs
 from megapack.training.engine.world import connect_ranks
 from megapack.training.model.architecture import model_configuration
 from megapack.training.model.opening import open_model
@@ -54,7 +54,7 @@ def main() -> None:
     set_rank_environment()
     shared = config.engine.sequence_parallel_size
     with connect_ranks(timeout_minutes=20, sequence_parallel_size=shared) as here:
-        inputs = open_inputs(config)
+        inputs = Inputs(config)
         architecture = model_configuration(config.model, inputs.vocab_size)
         model, _ = open_model(
             config.model,

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from megapack.data.fim import Fim
 from megapack.training.config import ModelConfig, PretrainConfig
-from megapack.training.engine.inputs import Inputs, open_inputs
+from megapack.training.engine.inputs import Inputs
 from megapack.training.model.architecture import model_configuration
 from megapack.training.model.opening import build_model
 from megapack.training.model.training_model import TrainingModel
@@ -65,7 +65,7 @@ def tiny_model(
 
 def plain(config: PretrainConfig) -> tuple[Inputs, TrainingModel]:
     """Return the inputs of a run and its initial model, with transformers' attention."""
-    inputs = open_inputs(config)
+    inputs = Inputs(config)
     architecture = model_configuration(config.model, inputs.vocab_size)
     model = build_model(config.model, architecture, backend="sdpa", seed=config.seed)
     model.model.set_attn_implementation("eager")

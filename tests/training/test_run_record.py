@@ -20,7 +20,7 @@ from megapack.storage import IndexedDataset
 from megapack.training.config import PretrainConfig
 from megapack.training.engine.checkpoint import Resume
 from megapack.training.engine.directory import CheckpointManifest
-from megapack.training.engine.inputs import NO_EFFECT, check_run, open_inputs, run_record
+from megapack.training.engine.inputs import NO_EFFECT, Inputs, check_run, run_record
 from megapack.training.engine.world import World
 from megapack.training.start import find_start
 from megapack.training.trainer import Trainer
@@ -35,7 +35,7 @@ def path(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _opened(path: Path, *overrides: str) -> tuple[PretrainConfig, Any, dict[str, Any]]:
     config = load_config(PretrainConfig, path, overrides)
-    inputs = open_inputs(config)
+    inputs = Inputs(config)
     architecture = check_run(config, inputs, 1)
     return config, inputs, run_record(config, inputs, architecture, attention="sdpa")
 
@@ -195,7 +195,7 @@ def test_running_run_detects_changed_files(change: str, corpus: Corpus, tmp_path
     else:
         target.touch()
         return trainer.check_files()
-    for fresh in ((), (open_inputs(config),)):
+    for fresh in ((), (Inputs(config),)):
         with pytest.raises(ResumeError, match=r"the data changed while the run .*train\."):
             trainer.check_files(*fresh)
 

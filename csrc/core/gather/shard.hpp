@@ -78,7 +78,7 @@ struct Segment {
     bool ends_document;
     bool joined;          // the segment before it in the sample belongs to the same group
     std::int64_t placed;  // tokens in the batch; more than `length` if it is transformed
-    Part runs;            // runs of a transformed document (fim.hpp), else empty
+    Part runs;            // runs of a transformed document, else empty
 };
 
 // What a step requires of its samples, like `StepView` in megapack/data/steps.py. A span is empty
@@ -87,7 +87,7 @@ struct StepView {
     std::int64_t num_lists = 0;       // exclusion lists in force
     Span<const float> loss_weight;    // factor on the loss mask of each sample; empty: 1
     Span<const std::int64_t> epochs;  // epoch of each sample within its source
-    Span<const double> fim_rates;     // share of documents to transform (fim.hpp); empty: none
+    Span<const double> fim_rates;     // share of documents to transform; empty: none
     std::uint64_t seed = 0;           // the run's seed
 
     // Throws std::invalid_argument unless the view has num_samples entries and rates in [0, 1].

@@ -261,8 +261,8 @@ class PackedTrainerMixin:
     _to_probe: MicroBatches | None = None
     _lengths: Tensor | None = None  # for every token, the length of its document
 
-    def check_model(self, dataset: PackedDataset, longest: int | None = None) -> None:
-        """Check the model (``check_model``); called before the first batch of a dataset."""
+    def _check_dataset(self, dataset: PackedDataset, longest: int | None = None) -> None:
+        """Check the model for a dataset (``check_model``) before its first batch."""
         half = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None
         check_model(self.model, dataset, device=self.args.device, dtype=half, longest=longest)
 
@@ -535,7 +535,7 @@ class PackedTrainerMixin:
         })  # fmt: skip
         if not any(dataset is batches.dataset for dataset in self._checked):
             longest = batches.dataset.longest_position(batches.layout.row_tokens)
-            self.check_model(batches.dataset, longest)
+            self._check_dataset(batches.dataset, longest)
             self._checked = (*self._checked, batches.dataset)
         rank = (self.args.process_index, self.args.world_size)
         of_rank = batches.of_rank(*rank, num_steps, evaluated=evaluated)

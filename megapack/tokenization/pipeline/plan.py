@@ -30,7 +30,7 @@ import xxhash
 from megapack.config import check_range
 from megapack.errors import ConfigError, require
 from megapack.storage.address import is_remote
-from megapack.storage.index_file import BESIDE, GROUPS, LABELS, WEIGHTS, prefix_of
+from megapack.storage.index_file import COMPANIONS, GROUPS, LABELS, WEIGHTS, prefix_of
 from megapack.tokenization.corpus.documents import SPLIT_NAMES, OnError, ReadOptions, parse_split
 from megapack.tokenization.corpus.inputs import Format, InputFile, require_utf8
 from megapack.tokenization.corpus.readers import Shard, default_shard_bytes, plan_shards
@@ -54,7 +54,7 @@ OPTIONS = {"inputs": "input", "suffixes": "suffix"}
 
 def ending_of(name: str) -> str:
     """Return the suffix of a stream or prefix: that of labels, weights or groups, "" for tokens."""
-    return next((end for end in BESIDE if name.endswith(end)), "")
+    return next((end for end in COMPANIONS if name.endswith(end)), "")
 
 
 @dataclass(frozen=True, kw_only=True)

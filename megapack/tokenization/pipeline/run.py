@@ -5,7 +5,7 @@ of the result do not depend on the number of workers or machines.
 - assemble: finished shards -> the output datasets, in the order of the corpus
 
     build(BuildConfig(inputs=("x.jsonl",), tokenizer="bytes", output_prefix="out"), progress)
-    # -> out.bin, out.idx, out.meta.json, out.manifest.json; run again: state "found"
+    # -> out.bin, out.idx, out.meta.json, out.manifest.json; run again: state "complete"
 """
 
 from __future__ import annotations
@@ -71,9 +71,8 @@ class BuildResult:
     plan: Plan
     prefixes: Mapping[str, str]  # stream -> prefix; see ``BuildConfig.outputs``
     totals: Totals
-    state: Literal[
-        "built", "part", "found"
-    ]  # part: shards not joined; found: a complete result existed
+    # part: shards not joined; complete: nothing to do, the result existed
+    state: Literal["built", "part", "complete"]
     records: Sequence[ShardRecord] = ()  # of this run's shards
 
     @property
@@ -96,7 +95,7 @@ class Preview:
     estimate: Estimate
     num_missing: int  # shards that are not finished
     finished: bool  # the result is complete
-    left_behind: Sequence[str]  # sentences about shards of other plans
+    other_plans: Sequence[str]  # sentences about shards of other plans
 
 
 def preview(config: BuildConfig, progress: Progress) -> Preview:
@@ -111,7 +110,7 @@ def preview(config: BuildConfig, progress: Progress) -> Preview:
         estimate=_estimate(plan, open_coder(plan), progress.note),
         finished=workspace.finished() is not None,
         num_missing=len(workspace.missing()),
-        left_behind=workspace.left_behind(),
+        other_plans=workspace.other_plans(),
     )
 
 
@@ -150,12 +149,12 @@ def _build(config: BuildConfig, progress: Progress, *, command: str) -> BuildRes
     result = functools.partial(BuildResult, plan=plan, prefixes=config.outputs)
     totals = workspace.finished()
     if totals is not None:
-        workspace.found()
-        return result(totals=totals, state="found")
+        workspace.remove_leftovers()
+        return result(totals=totals, state="complete")
     with workspace.locked(progress.note):
         totals = workspace.finished()  # again: another process may have finished it meanwhile
         if totals is not None:
-            return result(totals=totals, state="found")
+            return result(totals=totals, state="complete")
         try:
             records = _build_shards(plan, workspace, progress)
             totals = Totals.of_records(records)
@@ -288,7 +287,7 @@ def assemble(
         if not num_documents:
             name = Path(output).name
             raise DataError(f"{name} would have no documents; give it a larger share in --split")
-    workspace.join()
+    workspace.mark_incomplete()
     for stream, output in outputs.items():
         ending = ending_of(stream)
         stored = plan.stored(ending)

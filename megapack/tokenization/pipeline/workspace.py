@@ -259,7 +259,7 @@ class Workspace:
                             path.unlink()
             if not (self.directory / _PLAN).exists():
                 self._write(self.directory / _PLAN)
-            for line in self.left_behind():
+            for line in self.other_plans():
                 note(line)
             yield
 
@@ -270,7 +270,7 @@ class Workspace:
         prefixes = [shard_prefix(self.directory, i) for i in range(len(self._plan.shards))]
         return [i for i, prefix in enumerate(prefixes) if record_path(prefix) not in recorded]
 
-    def left_behind(self) -> list[str]:
+    def other_plans(self) -> list[str]:
         """Return a sentence for every other plan with shards here."""
         lines = []
         for directory in self._plans():
@@ -287,7 +287,7 @@ class Workspace:
             )
         return lines
 
-    def join(self) -> None:
+    def mark_incomplete(self) -> None:
         """Record that the outputs are incomplete; remove the manifest of an older dataset."""
         self._joining.touch()
         self._manifest.unlink(missing_ok=True)
@@ -297,7 +297,7 @@ class Workspace:
         self._write(self._manifest, totals)
         self._remove()
 
-    def found(self) -> None:
+    def remove_leftovers(self) -> None:
         """Remove shards of a complete build, which a run leaves if it is killed after the last
         output.
         """

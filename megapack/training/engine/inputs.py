@@ -1,6 +1,6 @@
 """Inputs of a run: open them, check that they fit together, and record what determines the run.
 
-``open_inputs`` opens training and validation data. ``check_run`` checks a run before its ranks
+``Inputs`` opens training and validation data. ``check_run`` checks a run before its ranks
 connect and its model is built. ``open_validation`` opens held-out documents. ``steps_from_lengths``
 plans a run before its corpus exists. ``run_record`` lists everything that determines a run, for
 checkpoints.
@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import numpy as np
@@ -31,8 +30,7 @@ from megapack.data.resume import (
     model_record,
     tokenizer_digest,
 )
-from megapack.data.run import Decisions, OpenRun, PlannedRun, open_run, plan_steps
-from megapack.data.steps import StepConfig
+from megapack.data.run import ORDER_FIELDS, Decisions, OpenRun, PlannedRun
 from megapack.errors import ConfigError, FormatError, MegapackError
 from megapack.packing import SampleIndex, pack
 from megapack.packing.sharded import SourceIndex
@@ -50,15 +48,42 @@ from megapack.training.model.flops import num_experts
 from megapack.training.model.opening import check_document_positions
 
 
-@dataclass(frozen=True, kw_only=True)
 class Inputs(OpenRun):
-    """Opened data of a run."""
+    """Opened data of a run, and its steps.
 
-    vocab_size: int
-    valid: PackedDataset | None
-    """Held-out documents of ``data.valid_prefix``."""
-    valid_sources: dict[str, PackedDataset] = field(default_factory=dict)
-    """Held-out documents of the blend's sources, by name."""
+    Args:
+        config: of the run.
+        decided: decisions of the run; None: read them from its directory.
+
+    Attributes:
+        vocab_size: vocabulary size of the model.
+        valid: held-out documents of ``data.valid_prefix``, or None.
+        valid_sources: held-out documents of the blend's sources, by name.
+
+    Raises:
+        ConfigError: sizes do not fit, the vocabulary is unknown, or a file does not exist.
+        IndexMismatchError: an index belongs to different documents.
+        FormatError, OSError: a file is damaged or cannot be read.
+    """
+
+    def __init__(self, config: PretrainConfig, decided: Decisions | None = None) -> None:
+        try:
+            super().__init__(config, decided)
+            options: dict[str, Any] = {
+                "buckets": config.evaluation.buckets or self.schedule.capacities,
+                "positions": _valid_positions(config.data.positions),
+            }
+            prefix, index = config.data.valid_prefix, config.data.valid_index
+            self.vocab_size = vocabulary_size(config, self)
+            self.valid = None if prefix is None else open_validation(prefix, index, **options)
+            self.valid_sources = (
+                {} if self.blend is None else open_validation_of_sources(self.blend, **options)
+            )
+        except FileNotFoundError as error:
+            raise ConfigError(
+                f"data: {error}; to plan a run before there are data, give --dry-run --lengths (a "
+                ".npy file of tokens per document, or lognormal:MEAN,MEDIAN,DOCUMENTS)"
+            ) from error
 
     @property
     def held_out(self) -> list[PackedDataset]:
@@ -89,38 +114,6 @@ class Inputs(OpenRun):
             "documents": [dataset.fingerprint for dataset in self.data.datasets],
             "samples": list(self.schedule.samples.fingerprints),
         }
-
-
-def open_inputs(config: PretrainConfig, decided: Decisions | None = None) -> Inputs:
-    """Open training and validation data and plan the steps of the run.
-
-    ``decided`` are decisions of the run; None: read them from its directory.
-
-    Raises:
-        ConfigError: sizes do not fit, the vocabulary is unknown, or a file does not exist.
-        IndexMismatchError: an index belongs to different documents.
-        FormatError, OSError: a file is damaged or cannot be read.
-    """
-    try:
-        run = open_run(config, decided)
-        options: dict[str, Any] = {
-            "buckets": config.evaluation.buckets or run.schedule.capacities,
-            "positions": _valid_positions(config.data.positions),
-        }
-        prefix, index = config.data.valid_prefix, config.data.valid_index
-        return Inputs(
-            **run.__dict__,
-            vocab_size=vocabulary_size(config, run),
-            valid=None if prefix is None else open_validation(prefix, index, **options),
-            valid_sources=(
-                {} if run.blend is None else open_validation_of_sources(run.blend, **options)
-            ),
-        )
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"data: {error}; to plan a run before there are data, give --dry-run --lengths (a .npy "
-            "file of tokens per document, or lognormal:MEAN,MEDIAN,DOCUMENTS)"
-        ) from error
 
 
 def _valid_positions(positions: str) -> Literal["segment", "document"]:
@@ -172,7 +165,7 @@ def _verify(inputs: Inputs) -> None:
 def check_run(config: PretrainConfig, run: PlannedRun, num_ranks: int) -> Any:
     """Check a run before its ranks connect; return the transformers configuration of its model.
 
-    For a run planned by ``plan_steps``, which has no data, only lengths are checked.
+    For a run planned by ``steps_from_lengths``, which has no data, only lengths are checked.
 
     Raises:
         ConfigError: the micro batches of a stage cannot be divided among the ranks; DeepSpeed
@@ -192,8 +185,7 @@ def check_run(config: PretrainConfig, run: PlannedRun, num_ranks: int) -> Any:
         )
     positions = config.data.positions
     try:
-        indices, fim = run.schedule.samples.indices, run.schedule.samples.fim
-        room = 0 if fim is None else fim.room
+        indices, room = run.schedule.samples.indices, run.schedule.samples.fim_room
         row = run.schedule.config.row_tokens
         what = "the training data"
         _check_positions(indices, architecture, positions, what, room=room, row_tokens=row)
@@ -308,7 +300,7 @@ def steps_from_lengths(
     largest = config.data.micro_batch_tokens
     usual = [2**k for k in range(10, 15) if largest % 2**k == 0] or [largest]
     index = pack(read_lengths(source, config.seed), "bucket", buckets=list(buckets or usual))
-    return plan_steps(config, [index])
+    return PlannedRun(config, [index])
 
 
 def read_lengths(source: str, seed: int) -> NDArray[Any]:
@@ -348,8 +340,7 @@ _LAYOUT = "divides the same computation among ranks, memory or time"
 NO_EFFECT = {
     **dict.fromkeys(("run_dir", "stop_at", "logging", "evaluation", "checkpoint"), _OUTPUT),
     **dict.fromkeys(("num_steps", "num_epochs"), _LENGTH),
-    **{f"data.{field.name}": _ORDER for field in fields(StepConfig)},
-    **dict.fromkeys(("seed", "data.loss", "data.fim"), _ORDER),
+    **dict.fromkeys(("seed", *(f"data.{name}" for name in ORDER_FIELDS)), _ORDER),
     **{
         f"model.{name}": _RESOLVED
         for name in ("preset", "pretrained", "config", "overrides", "allow_missing")

@@ -121,7 +121,7 @@ def test_special_tokens_in_texts_are_counted_or_encoded_as_text(
     found = run_build(rows, tokenizer=bpe_json, shard_bytes=30)
     assert found.totals.special_tokens_found == {"<|eot_id|>": 3}
     again = run_build(rows, tokenizer=bpe_json, shard_bytes=30)
-    assert again.state == "found"
+    assert again.state == "complete"
     assert again.totals.special_tokens_found == {"<|eot_id|>": 3}
     with pytest.raises(ConfigError, match="special_tokens was 'ids', is 'text'"):
         run_build(rows, tokenizer=bpe_json, shard_bytes=30, special_tokens="text")
@@ -224,9 +224,9 @@ def test_finished_build_is_found(tmp_path: Path, corpus: Path, run_build: Build)
     run_build(corpus)
     before = files_of(tmp_path / "out")
     again = run_build(corpus)
-    assert again.state == "found"
+    assert again.state == "complete"
     assert again.totals.num_documents == len(IndexedDataset(tmp_path / "out"))
-    assert run_build(corpus, shard_bytes=2000).state == "found", "the documents are the same"
+    assert run_build(corpus, shard_bytes=2000).state == "complete", "the documents are the same"
     with pytest.raises(ConfigError, match=r"eod was None, is \['<eod>', 256\]\n.*--overwrite"):
         run_build(corpus, append_eod=True)
     assert files_of(tmp_path / "out") == before
@@ -240,12 +240,12 @@ def test_finished_build_is_found_by_contents(
     """Copied, touched or renamed: the bytes decide."""
     run_build(corpus)
     os.utime(corpus, ns=(1, 1))
-    assert run_build(corpus).state == "found"
+    assert run_build(corpus).state == "complete"
     monkeypatch.chdir(tmp_path)
-    assert run_build(corpus.name).state == "found"
+    assert run_build(corpus.name).state == "complete"
     copy = tmp_path / "copy.jsonl"
     copy.write_bytes(corpus.read_bytes())
-    assert run_build(copy).state == "found"
+    assert run_build(copy).state == "complete"
     changed = bytearray(corpus.read_bytes())
     changed[-5] ^= 1
     copy.write_bytes(changed)
