@@ -14,13 +14,19 @@ import pytest
 
 from megapack.config import load_config, to_dict
 from megapack.data.resume import check_record, flatten, tokenizer_digest
-from megapack.errors import ResumeError
+from megapack.errors import FormatError, ResumeError
 from megapack.packing import pack
 from megapack.storage import IndexedDataset
 from megapack.training.config import PretrainConfig
 from megapack.training.engine.checkpoint import Resume
 from megapack.training.engine.directory import CheckpointManifest
-from megapack.training.engine.inputs import NO_EFFECT, check_run, open_inputs, run_record
+from megapack.training.engine.inputs import (
+    NO_EFFECT,
+    check_run,
+    open_inputs,
+    run_record,
+    verify_samples,
+)
 from megapack.training.engine.world import World
 from megapack.training.start import find_start
 from megapack.training.trainer import Trainer
@@ -165,6 +171,23 @@ def test_other_bytes_of_the_same_lengths_are_refused(
     with pytest.raises(ResumeError, match=r"data.content was .* and is "):
         check_record(_opened(path)[2], record)
     assert check_record(_opened(path)[2], record, ["data.content"])
+
+
+def test_first_start_compares_tokens_with_their_meta_file(corpus: Corpus, tmp_path: Path) -> None:
+    for file in corpus.directory.glob("train*"):
+        shutil.copy(file, tmp_path)
+    path = Corpus(tmp_path).config(tmp_path / "run", data={"valid_prefix": str(corpus.valid)})
+    world: Any = SimpleNamespace(rank=0, host="here", gather=lambda value: [value])
+    world.fail_together = partial(World.fail_together, world)
+    verify_samples(_opened(path)[1], world)
+    target = tmp_path / "train.bin"
+    tokens = np.fromfile(target, np.uint16)
+    tokens[len(tokens) // 3] ^= 1
+    tokens.tofile(target)
+    with pytest.raises(FormatError, match=r"data: .*train\.bin does not have the checksum of its"):
+        verify_samples(_opened(path)[1], world)
+    (tmp_path / "train.meta.json").unlink()  # the remedy
+    verify_samples(_opened(path, "model.vocab_size=64")[1], world)
 
 
 @pytest.mark.parametrize("change", ["rename", "in place", "samples", "touch"])
