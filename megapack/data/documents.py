@@ -219,9 +219,7 @@ class ShardedDocuments(SourceDocuments):
         return tokens, labels, weights
 
     def document_tokens(self, fact: str) -> set[Any]:
-        # A shard manifest records only the tokens that end documents.
-        ends = {shard.document_end_token for shard in self.index.shards}
-        return ends if fact == "document_end_token" else set()
+        return {shard.document_token(fact) for shard in self.index.shards}
 
     def largest_token_id(self, at_least: int) -> tuple[str, int]:
         if np.iinfo(self.dtype).max < at_least and not self.has_labels:  # labels are int32

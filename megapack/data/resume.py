@@ -18,6 +18,7 @@ steps already taken, but only report changes to later steps.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
@@ -392,6 +393,16 @@ def check_record(
             "continue with the new ones"
         )
     return changes
+
+
+def rate_change(step: int, now: float, before: float) -> list[str]:
+    """Return a sentence if the learning rate of a step is not that of the checkpoint's run."""
+    if math.isclose(before, now, rel_tol=1e-9):
+        return []
+    return [
+        f"the learning rate of step {step} is {now:.6g}, and the checkpoint's run would have had "
+        f"{before:.6g}: the number of steps or the learning rate's settings changed"
+    ]
 
 
 def _content_difference(then: State, now: State) -> tuple[State, State]:

@@ -72,6 +72,12 @@ class PackedShard:
     document_end_token: int | None
     labels: bool  # the shard has <prefix>.labels
     weights: str | None = None  # weights_identity of <prefix>.weights, compared when opened
+    document_begin_token: int | None = None
+
+    def document_token(self, fact: str) -> int | str | None:
+        """Return the token of ``fact``, one of ``PROMISES``; "unknown" without a meta file."""
+        token: int | None = getattr(self, fact)
+        return "unknown" if token is None and self.max_token_id is None else token
 
     @property
     def ends(self) -> tuple[str, ...]:
@@ -254,6 +260,7 @@ _CHECKS: dict[str, Check] = {
 }
 _FIELDS = {field.name: _CHECKS[str(field.type)] for field in fields(PackedShard)}
 _PATHS = ("prefix", "samples")
+_OPTIONAL = ("weights", "document_begin_token")
 
 
 def is_shard_manifest(path: str | os.PathLike[str]) -> bool:
@@ -327,7 +334,7 @@ def _folder_of(path: Path | str) -> str:
 
 
 def _shard(path: Path | str, number: int, row: Any, num_buckets: int) -> PackedShard:
-    row = {"weights": None, **row} if isinstance(row, dict) else row
+    row = {**dict.fromkeys(_OPTIONAL), **row} if isinstance(row, dict) else row
     wrong = find_wrong(row, _FIELDS)
     if wrong is not None:
         raise FormatError(f"{path} is damaged: shard {number} {wrong}")
@@ -397,9 +404,11 @@ def save_shards(
         {**vars(shard), **{name: related(path, getattr(shard, name)) for name in _PATHS}}
         for shard in shards
     ]
-    if not has_weights:
-        for row in rows:
+    for row in rows:
+        if not has_weights:
             del row["weights"]
+        if row["document_begin_token"] is None:
+            del row["document_begin_token"]
     digest = _digest({**head, "shards": rows})
     with local_output_file(path) as local, atomic_write(local, "w") as file:
         file.write(json.dumps(head)[:-1] + ', "shards": [\n ')

@@ -102,15 +102,15 @@ def _read(
             "--eod-token and --eod-at, or give --kind flat to read it without its index"
         )
     scan = Scan(foreign, eod_token)
-    if kind != "mmididx":
+    if foreign.recorded is None:
         check_width(foreign, scan, vocab_size)
     _check_ids(foreign, scan.facts)
     promises: dict[str, int] = {}
     if foreign.layout is None:
         assert eod_token is not None
-        at = "start" if kind == "llm.c" and eod_at is None else eod_at
-        layout, promises = split_documents(foreign, scan, eod_token, at)
-        if (at or "end") in ("end", "start"):
+        usual = "start" if kind == "llm.c" else "end"
+        layout, promises = split_documents(foreign, scan, eod_token, eod_at, usual)
+        if eod_at != "both":
             promises = {**edge_tokens(foreign, layout, scan), **promises}
     else:
         layout = foreign.layout

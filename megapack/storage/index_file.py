@@ -324,7 +324,7 @@ class IndexFile:
             lengths = self.bytes[begin:end].view(np.int32)
             expected = int(lengths.sum(dtype=np.int64) - lengths[-1]) * dtype.itemsize
             pointer = self.pointer(last)  # pointers grow: if any overflowed, the last one did
-            if pointer != expected and pointer == (expected + 2**31) % 2**32 - 2**31:
+            if pointer != expected and (pointer - expected) % 2**32 == 0:
                 raise FormatError(
                     f"{self.name}: pointers overflowed 32 bits: sequence {last} points at byte "
                     f"{pointer} instead of {expected}; `megapack-build repair "

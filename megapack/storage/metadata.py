@@ -192,6 +192,24 @@ def has_its_checksums(prefix: str | os.PathLike[str]) -> bool:
     return True
 
 
+def check_bin(prefix: str | os.PathLike[str], most_bytes: int) -> None:
+    """Compare .bin with the checksums of the meta file, if there is one. Reads the stretches that
+    fit into ``most_bytes`` together. Raises FormatError if one differs."""
+    meta = read_meta(prefix)
+    path = path_of(prefix, ".bin")
+    with open_regular(path) as file:
+        for size, digest in () if meta is None else bin_checksums(meta):
+            if size > most_bytes:
+                file.seek(size, os.SEEK_CUR)
+                continue
+            most_bytes -= size
+            if stretch_checksum(file, size) != digest:
+                raise FormatError(
+                    f"{path} does not have the checksum of its .meta.json: restore it, or delete "
+                    "the meta file if the dataset was rewritten"
+                )
+
+
 SAMPLED_BLOCKS, SAMPLED_BYTES = 64, 1 << 14  # for ``sampled_checksum``: 1 MiB per file
 
 

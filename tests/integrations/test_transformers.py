@@ -454,7 +454,9 @@ def test_run_resumes_only_with_its_own_schedule(folder: Path, tmp_path: Path) ->
     assert trainer.train().global_step == 4  # a separate run
 
 
-def test_changed_model_or_argument_is_refused_at_resume(folder: Path, tmp_path: Path) -> None:
+def test_changed_model_or_argument_is_refused_at_resume(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def train(steps: int, allow: tuple[str, ...] = (), act: str = "silu", **changes: Any) -> None:
         model = tiny_llama()
         model.config.hidden_act = act
@@ -471,6 +473,15 @@ def test_changed_model_or_argument_is_refused_at_resume(folder: Path, tmp_path: 
     with pytest.raises(ResumeError, match=r"args.weight_decay was 0.0 and is 0.5"):
         train(2, weight_decay=0.5)
     train(2, ("args.weight_decay",), weight_decay=0.5, logging_steps=7)
+    # Trainer keeps the checkpoint's rate for the next step (2), and uses the scheduler's then.
+    assert "the learning rate" not in caplog.text
+    train(4, ("args.weight_decay", "args.lr_scheduler_type"), lr_scheduler_type="linear")
+    assert "the learning rate of step 3 is 0.025, and the checkpoint's run would have had 0.1" in (
+        caplog.text
+    )
+    caplog.clear()
+    train(8, ("args.weight_decay",), lr_scheduler_type="linear")
+    assert "of step 5 is 0.0375, and the checkpoint's run would have had 0:" in caplog.text
 
 
 def test_wrong_numbers_are_refused_with_the_right_ones(

@@ -44,6 +44,7 @@ from megapack.data.resume import (
     content_digests,
     flatten,
     model_record,
+    rate_change,
     tokenizer_digest,
 )
 from megapack.errors import ConfigError, MegapackWarning
@@ -171,6 +172,7 @@ class ScheduleOfRun(transformers.TrainerCallback, ExportableState):  # type: ign
 
     Raises ResumeError if the samples of earlier steps, the configuration of the model with its
     attention and dtype, the tokenizer, the bytes of the data, or the training arguments differ.
+    Logs a warning if the learning rate differs.
     """
 
     schedule: Schedule | None = None
@@ -179,14 +181,23 @@ class ScheduleOfRun(transformers.TrainerCallback, ExportableState):  # type: ign
     step = 0
     saved: dict[str, Any] | None = None
     saved_record: dict[str, Any] | None = None
+    rates: tuple[float, ...] = ()  # of the step after the next one
+    saved_rates: tuple[float, ...] = ()
 
     def state(self) -> dict[str, Any]:
         """Return the state for trainer_state.json; Trainer restores its attributes."""
         saved = None if self.schedule is None else self.schedule.state_dict(self.step)
-        return {"args": {}, "attributes": {"saved": saved, "saved_record": self.record}}
+        attributes = {"saved": saved, "saved_record": self.record, "saved_rates": self.rates}
+        return {"args": {}, "attributes": attributes}
 
     def on_train_begin(
-        self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **run: Any
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        train_dataloader: Any = None,
+        lr_scheduler: Any = None,
+        **run: Any,
     ) -> None:
         del control
         batches = getattr(train_dataloader, "dataset", None)
@@ -205,10 +216,26 @@ class ScheduleOfRun(transformers.TrainerCallback, ExportableState):  # type: ign
             changes += check_record(self.record, saved, allowed, option=option)
         for change in changes:
             logger.warning("the run is changed: %s", change)
+        # Trainer takes the next step with the checkpoint's rate: compare those of the step after.
+        self.rates = _rates_after_next(lr_scheduler)
+        for now, before in zip(self.rates, kept.get("saved_rates", ()), strict=False):
+            for change in rate_change(self.step + 1, now, before):
+                logger.warning("%s", change)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **run: Any) -> None:
+    def on_step_end(
+        self, args: Any, state: Any, control: Any, lr_scheduler: Any = None, **run: Any
+    ) -> None:
         del args, control, run
-        self.step = state.global_step
+        self.step, self.rates = state.global_step, _rates_after_next(lr_scheduler)
+
+
+def _rates_after_next(scheduler: Any) -> tuple[float, ...]:
+    """Return the learning rates of the step after the next one; empty if the scheduler has no
+    function of the step."""
+    scheduler = getattr(scheduler, "scheduler", scheduler)  # accelerate wraps it
+    rules = getattr(scheduler, "lr_lambdas", ())
+    pairs = zip(getattr(scheduler, "base_lrs", ()), rules, strict=False)
+    return tuple(float(rate * rule(scheduler.last_epoch + 1)) for rate, rule in pairs)
 
 
 def _record(args: Any, dataset: PackedDataset, run: Mapping[str, Any]) -> dict[str, Any]:

@@ -165,8 +165,14 @@ class BuildConfig:
                 "--special-tokens text is for plain text (chat formats write special tokens), and "
                 "gigatoken alone cannot do it: leave out --messages-key and --backend gigatoken"
             )
-        if self.label_names == "neox" and not chat:
-            yield "--label-names neox is for conversations; give --messages-key"
+        for option, given in (
+            ("--label-names neox", self.label_names == "neox"),
+            (f"--chat-loss {self.chat_loss}", self.chat_loss is not None),
+            (f"--chat-format {self.chat_format}", self.chat_format != "template"),
+            (f"--tools-key {self.tools_key!r}", self.tools_key != "tools"),
+        ):
+            if given and not chat:
+                yield f"{option} is for conversations: give --messages-key, or leave it out"
 
     @property
     def split_weights(self) -> tuple[float, ...] | None:

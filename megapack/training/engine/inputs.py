@@ -35,7 +35,9 @@ from megapack.errors import ConfigError, FormatError, MegapackError
 from megapack.packing import SampleIndex, pack
 from megapack.packing.sharded import SourceIndex
 from megapack.storage import IndexedDataset
+from megapack.storage.address import is_remote
 from megapack.storage.dataset import read_lengths_file
+from megapack.storage.metadata import check_bin
 from megapack.training.config import PretrainConfig
 from megapack.training.engine.deepspeed_config import check_deepspeed
 from megapack.training.engine.world import World
@@ -139,7 +141,8 @@ def vocabulary_size(config: PretrainConfig, run: PlannedRun) -> int:
 
 
 def verify_samples(inputs: Inputs, world: World) -> None:
-    """Verify the checksums of every .samples file, once per host; collective.
+    """Verify the checksums of every .samples file, and those of local .bin files with a meta file
+    as far as 1 GiB of reading suffices for each source, once per host; collective.
 
     Shards are compared with their manifest later, when the first sample is drawn from them.
 
@@ -151,7 +154,10 @@ def verify_samples(inputs: Inputs, world: World) -> None:
             _verify(inputs)
         except (MegapackError, OSError) as error:
             problem = str(error)
-    world.fail_together(problem, "samples", FormatError)
+    world.fail_together(problem, "data", FormatError)
+
+
+_VERIFIED_BYTES = 1 << 30  # per source, of .bin files
 
 
 def _verify(inputs: Inputs) -> None:
@@ -160,6 +166,10 @@ def _verify(inputs: Inputs) -> None:
             for shard in index.open_shards:
                 if shard is not None:
                     shard.verify()
+        for source in data.datasets:
+            local = [prefix for prefix in source.prefixes if not is_remote(prefix)]
+            for prefix in local:
+                check_bin(prefix, _VERIFIED_BYTES // len(local))
 
 
 def check_run(config: PretrainConfig, run: PlannedRun, num_ranks: int) -> Any:
