@@ -100,6 +100,10 @@ class ColumnSpec:
         if not exact:
             raise ConfigError(f"column fill is {self.fill}, which is not a finite {self.dtype}")
 
+    def __str__(self) -> str:
+        """Return ``float16[4], of token, fill 0``, for messages."""
+        return f"{self.dtype}{list(self.shape) or ''}, of {self.of}, fill {self.fill}"
+
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
         """Dtype of the stored numbers, little-endian; uint16 for bfloat16."""
@@ -135,6 +139,12 @@ class ColumnSpec:
             )
         return np.ascontiguousarray(array)
 
+    def numbers(self, rows: NDArray[Any]) -> NDArray[Any]:
+        """Return stored rows as numbers: float32 for bfloat16, else the same array."""
+        if self.dtype != "bfloat16":
+            return rows
+        return (np.asarray(rows).astype(np.uint32) << 16).view(np.float32)
+
     def entry(self, checksums: list[Checksum]) -> dict[str, Any]:
         """Return the entry of the meta file for a column with these stretches."""
         return {
@@ -158,8 +168,12 @@ def _convert(values: Any, spec: ColumnSpec) -> NDArray[Any]:
         array = np.asarray(values)
     except ValueError as error:
         raise DataError(f"column values have rows of different shapes: {error}") from error
-    stored = spec.numpy_dtype
-    if array.dtype.kind not in "iufb" and array.size:
+    stored, is_integers = spec.numpy_dtype, False
+    if "int" in spec.dtype and array.dtype.kind in "fO" and not isinstance(values, np.ndarray):
+        exact = np.asarray(values, object)  # numpy makes floats of [0, 2**63]
+        is_integers = all(isinstance(number, int) for number in exact.flat)
+        array = exact if is_integers else array
+    if array.dtype.kind not in "iufb" and array.size and not is_integers:
         raise DataError(f"column values are {array.dtype}; give numbers")
     if spec.dtype == "bfloat16":
         return (
@@ -330,6 +344,57 @@ def open_column(prefix: str | os.PathLike[str], name: str, entry: ColumnEntry) -
     return Column(name, entry, mapped.view(spec.numpy_dtype).reshape(-1, *spec.shape), mapped)
 
 
+class _Stretches:
+    """Checksums of consecutive stretches of bytes."""
+
+    def __init__(self) -> None:
+        self.checksums: list[Checksum] = []
+        self._hasher, self._num_bytes = xxhash.xxh3_128(), 0  # of the last, unfinished stretch
+
+    def update(self, data: memoryview) -> None:
+        """Add bytes."""
+        while data:
+            part = data[: STRETCH_BYTES - self._num_bytes]
+            self._hasher.update(part)
+            self._num_bytes += len(part)
+            if self._num_bytes == STRETCH_BYTES:
+                self.end()
+            data = data[len(part) :]
+
+    def end(self) -> None:
+        """End the present stretch, unless it is empty."""
+        if self._num_bytes:
+            self.checksums.append(Checksum(self._num_bytes, self._hasher.hexdigest()))
+            self._hasher, self._num_bytes = xxhash.xxh3_128(), 0
+
+    @contextlib.contextmanager
+    def all_or_nothing(self) -> Iterator[None]:
+        """Forget the bytes that a ``with`` block adds if it raises."""
+        num_ended, hasher, num_bytes = len(self.checksums), self._hasher.copy(), self._num_bytes
+        try:
+            yield
+        except BaseException:
+            del self.checksums[num_ended:]
+            self._hasher, self._num_bytes = hasher, num_bytes
+            raise
+
+
+def fill_checksums(spec: ColumnSpec, num_rows: int) -> list[Checksum]:
+    """Return the checksums of ``ColumnWriter.append_fill``."""
+    stretches = _Stretches()
+    for block in _fill_blocks(spec, num_rows):
+        stretches.update(block.reshape(-1).data)
+    stretches.end()
+    return stretches.checksums
+
+
+def _fill_blocks(spec: ColumnSpec, num_rows: int) -> Iterator[NDArray[np.uint8]]:
+    block_rows = max(1, (1 << 20) // spec.row_bytes)
+    block = np.tile(spec.fill_row, (min(block_rows, num_rows), 1))
+    for begin in range(0, num_rows, block_rows):
+        yield block[: num_rows - begin]
+
+
 class ColumnWriter:
     """Writer of a .col file under a temporary name. A method that raises writes nothing.
 
@@ -344,8 +409,7 @@ class ColumnWriter:
         self.name, self.spec, self.num_rows = name, spec, 0
         self.target = AtomicFile(column_path(prefix, name))
         self._buffer = bytearray()  # rows that are not in the file yet
-        self._checksums: list[Checksum] = []
-        self._hasher, self._hashed_bytes = xxhash.xxh3_128(), 0
+        self._stretches = _Stretches()
 
     def append(self, rows: NDArray[Any]) -> None:
         """Write rows (from ``ColumnSpec.rows``)."""
@@ -358,42 +422,35 @@ class ColumnWriter:
             else:
                 self._buffer += data
             self.num_rows += len(rows)
-            while data:
-                part = data[: STRETCH_BYTES - self._hashed_bytes]
-                self._hasher.update(part)
-                self._hashed_bytes += len(part)
-                if self._hashed_bytes == STRETCH_BYTES:
-                    self._end_stretch()
-                data = data[len(part) :]
+            self._stretches.update(data)
 
     def append_fill(self, num_rows: int) -> None:
-        """Write rows of fill values."""
-        block_rows = max(1, (1 << 20) // self.spec.row_bytes)
-        block = np.tile(self.spec.fill_row, (min(block_rows, num_rows), 1))
+        """Write rows of fill values, with checksums of their own (``fill_checksums``)."""
         with self.all_or_nothing():
-            for begin in range(0, num_rows, block_rows):
-                self.append(block[: num_rows - begin])
+            self._stretches.end()
+            for block in _fill_blocks(self.spec, num_rows):
+                self.append(block)
+            self._stretches.end()
 
     def append_file(self, file: io.FileIO, checksums: list[Checksum]) -> None:
         """Copy a whole .col file of the same type with its recorded checksums; not read here."""
         with self.all_or_nothing():
             self._flush()
-            self._end_stretch()
             num_bytes = sum(size for size, _ in checksums)
             self.target.copy_from(file, num_bytes)
-            self._checksums += checksums
+            self._stretches.end()
+            self._stretches.checksums += checksums
             self.num_rows += num_bytes // self.spec.row_bytes
 
     @contextlib.contextmanager
     def all_or_nothing(self) -> Iterator[None]:
         """Undo everything that a ``with`` block appends if it raises."""
-        num_rows, num_checksums = self.num_rows, len(self._checksums)
-        hasher, hashed_bytes = self._hasher.copy(), self._hashed_bytes
+        num_rows = self.num_rows
         try:
-            yield
+            with self._stretches.all_or_nothing():
+                yield
         except BaseException:
-            self.num_rows, self._hasher, self._hashed_bytes = num_rows, hasher, hashed_bytes
-            del self._checksums[num_checksums:]
+            self.num_rows = num_rows
             file, num_bytes = self.target.file, num_rows * self.spec.row_bytes
             num_written = min(file.tell(), num_bytes)
             file.truncate(num_written)
@@ -404,14 +461,9 @@ class ColumnWriter:
     def finish(self) -> dict[str, Any]:
         """Return the entry of the meta file; ``target`` is then complete."""
         self._flush()
-        self._end_stretch()
-        return self.spec.entry(self._checksums)
+        self._stretches.end()
+        return self.spec.entry(self._stretches.checksums)
 
     def _flush(self) -> None:
         self.target.write(self._buffer)
         self._buffer = bytearray()
-
-    def _end_stretch(self) -> None:
-        if self._hashed_bytes:
-            self._checksums.append(Checksum(self._hashed_bytes, self._hasher.hexdigest()))
-        self._hasher, self._hashed_bytes = xxhash.xxh3_128(), 0

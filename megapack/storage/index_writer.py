@@ -347,11 +347,12 @@ class DatasetContent:
 
 
 def dataset_files(prefix: str) -> list[Path]:
-    """Return the paths of a dataset's files: .idx, .bin, .meta.json and the columns that its meta
-    file lists; they need not exist. Raises FormatError if the meta file is damaged."""
+    """Return the paths of a dataset's files in the order in which to remove them: .idx, .bin, the
+    columns that the meta file lists, .meta.json; they need not exist. Raises FormatError if the
+    meta file is damaged."""
     names = column_entries(read_meta(prefix), meta_path(prefix))
-    paths = [path_of(prefix, suffix) for suffix in (".idx", ".bin", ".meta.json")]
-    return [*paths, *(column_path(prefix, name) for name in names)]
+    columns = [column_path(prefix, name) for name in names]
+    return [path_of(prefix, ".idx"), path_of(prefix, ".bin"), *columns, meta_path(prefix)]
 
 
 def check_prefix_names(
