@@ -233,7 +233,11 @@ class BuildConfig:
             skipped = field.name in _EXECUTION or field.name == "inputs"
             if skipped or value is None or value == field.default:
                 continue
-            words.append("--" + OPTIONS.get(field.name, field.name).replace("_", "-"))
+            option = "--" + OPTIONS.get(field.name, field.name).replace("_", "-")
+            if field.name == "columns":  # one value each
+                words += [word for column in value for word in (option, column)]
+                continue
+            words.append(option)
             if isinstance(value, tuple):
                 words += map(str, value)
             elif value is not True:
