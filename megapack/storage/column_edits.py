@@ -236,7 +236,7 @@ def _difference(
     existing = meta.get(COLUMNS, {}).get(name)
     if existing is not None:
         differing = [key for key in entry if existing.get(key) != entry[key]]
-        return None if not differing else f"its {', '.join(differing)} differ"
+        return None if not differing else f"it has another {', '.join(differing)}"
     with open_regular(column_path(prefix, name)) as file:
         if file_identity(file).num_bytes == entry["bytes"] and _matches(file, stretches_of(entry)):
             return None
