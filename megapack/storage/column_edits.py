@@ -248,7 +248,7 @@ def _matches(file: Any, stretches: list[Checksum]) -> bool:
 
 
 def find_column(columns: Mapping[str, T], name: str, prefix: str) -> T:
-    """Return a column by name. Raises ConfigError, with the names that exist, if there is none."""
+    """Return a column by name. Raises ConfigError, which lists the columns, for other names."""
     if name not in columns:
         names = ", ".join(columns) or "no columns"
         raise ConfigError(f"{prefix} has no column {name!r}; it has {names}")

@@ -242,7 +242,7 @@ def are_spans(content: Any, shape: tuple[int, ...] | None = None) -> bool:
 
 def infer_type(value: str, folder: Path) -> tuple[str, tuple[int, ...]] | None:
     """Return dtype and shape of a document's values; None if it has none. Floats are float32 and
-    integers int64, unless a .npy says otherwise. Raises DataError if they are no numbers."""
+    integers int64, unless a .npy says otherwise. Raises DataError for other values."""
     content = read_value(value, folder)
     if content is None or len(content) == 0:
         return None
