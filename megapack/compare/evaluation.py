@@ -224,7 +224,7 @@ def _share(name: str) -> Callable[[Evaluation], str]:
     return cell
 
 
-class Column(NamedTuple):
+class TableColumn(NamedTuple):
     """Column of the tables on the terminal and on the page."""
 
     head: str  # on the terminal; "": only on the page
@@ -234,21 +234,21 @@ class Column(NamedTuple):
 
 
 COLUMNS = (
-    Column("strategy", "strategy", "", lambda e: e.label),
-    Column("pad %", "padding", "%", _share("padding_ratio")),
-    Column("split %", "truncated", "%", _share("truncation_ratio")),
-    Column(
+    TableColumn("strategy", "strategy", "", lambda e: e.label),
+    TableColumn("pad %", "padding", "%", _share("padding_ratio")),
+    TableColumn("split %", "truncated", "%", _share("truncation_ratio")),
+    TableColumn(
         *("docs", "concatenated", "docs/sample"),
         lambda e: f"{e.metrics['concatenation_ratio']:.2f}",
     ),
-    Column("dropped %", "dropped", "%", _share("dropped_ratio")),
-    Column("repeated %", "repeated", "%", _share("repeated_ratio")),
-    Column("", "samples", "", lambda e: count(e.metrics["num_samples"])),
-    Column("", "attention", "tokens", lambda e: f"{e.mean_context:,.0f}"),
-    Column("imbal", "imbalance", "busiest / mean", lambda e: f"{e.imbalance('balanced'):.3f}"),
-    Column("hours", "GPU hours", "", lambda e: short(e.breakdown.gpu_hours)),
-    Column("cost", "cost", "", lambda e: money(e.breakdown.cost)),
-    Column("", "packed in", "s", lambda e: f"{e.seconds:.3f}"),
+    TableColumn("dropped %", "dropped", "%", _share("dropped_ratio")),
+    TableColumn("repeated %", "repeated", "%", _share("repeated_ratio")),
+    TableColumn("", "samples", "", lambda e: count(e.metrics["num_samples"])),
+    TableColumn("", "attention", "tokens", lambda e: f"{e.mean_context:,.0f}"),
+    TableColumn("imbal", "imbalance", "busiest / mean", lambda e: f"{e.imbalance('balanced'):.3f}"),
+    TableColumn("hours", "GPU hours", "", lambda e: short(e.breakdown.gpu_hours)),
+    TableColumn("cost", "cost", "", lambda e: money(e.breakdown.cost)),
+    TableColumn("", "packed in", "s", lambda e: f"{e.seconds:.3f}"),
 )
 
 

@@ -8,6 +8,13 @@ Three documents, one by one and many at once::
         builder.add_document([7, 8, 0])
         builder.add_documents([9, 0, 5, 0], offsets=[0, 2, 4])
     # -> corpus.bin: 7 8 0 9 0 5 0; corpus.idx: lengths 3, 2, 2; corpus.meta.json
+
+A column has one row per token::
+
+    specs = {"rewards": ColumnSpec(dtype="float32")}
+    with IndexedDatasetBuilder("b", np.uint16, columns=specs) as b:
+        b.add_document([7, 8, 0], columns={"rewards": [0, 0.5, 1]})
+    # -> also b.rewards.col: 0 0.5 1
 """
 
 from __future__ import annotations
@@ -15,12 +22,14 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from megapack.errors import DataError
+from megapack.storage.columns import ColumnSpec, ColumnWriter
 from megapack.storage.dataset import read_document_lengths
 from megapack.storage.index_file import WEIGHTS, Tokens, path_of, pick_dtype, prefix_of
 from megapack.storage.index_writer import (
@@ -68,8 +77,11 @@ class IndexedDatasetBuilder:
         durable: if False, do not wait for the disk. After a crash of the machine (not the process)
             files with final names may be damaged, so readers must check their checksums.
         overwrite: replace a dataset at ``prefix``.
+        columns: types of the dataset's columns by name. Each call that adds tokens then needs
+            ``columns``: name -> rows (see ``ColumnSpec.rows``), one per token, for every column.
 
     Raises:
+        ConfigError: a column cannot have its name.
         ValueError: token files cannot have the dtype, or it is too small for vocab_size.
         OSError: the directory does not exist or is not writable.
     """
@@ -85,6 +97,7 @@ class IndexedDatasetBuilder:
         metadata: Mapping[str, Any] | None = None,
         durable: bool = True,
         overwrite: bool = False,
+        columns: Mapping[str, ColumnSpec] | None = None,
     ) -> None:
         self.prefix = prefix_of(prefix)
         self.multimodal = multimodal
@@ -98,11 +111,21 @@ class IndexedDatasetBuilder:
         check_metadata(self.metadata)
         limits = TokenLimits(self.dtype, vocab_size, allow_negative)
         self._log = DocumentLog(multimodal)
+        self._columns: list[ColumnWriter] = []
         self._lock = WriterLock(self.prefix, what="a builder")
         try:
-            check_prefix(self.prefix, overwrite=overwrite, difference="files are not compared")
+            check_prefix(
+                self.prefix,
+                overwrite=overwrite,
+                difference="files are not compared",
+                columns=columns or (),
+            )
+            for name, spec in (columns or {}).items():
+                self._columns.append(ColumnWriter(self.prefix, name, spec))
             self._tokens = TokenWriter(path_of(self.prefix, ".bin"), limits)
         except BaseException:
+            for writer in self._columns:
+                writer.target.discard()
             self._lock.release()
             raise
         self._open = True
@@ -120,20 +143,29 @@ class IndexedDatasetBuilder:
     def num_tokens(self) -> int:
         return self._tokens.num_tokens
 
-    def add_item(self, tokens: Any, mode: int = 0) -> None:
+    def add_item(
+        self, tokens: Any, mode: int = 0, *, columns: Mapping[str, Any] | None = None
+    ) -> None:
         """Add one sequence (integers: an array, a tensor, a list, or a list of numeric strings) to
         the current document; ``end_document()`` ends it. ``mode`` is the sequence's mode if the
-        dataset is multimodal. Raises DataError if an id is outside the dtype or the vocabulary."""
+        dataset is multimodal. Raises DataError if an id is outside the dtype or the vocabulary, or
+        if a column does not have one row of its type per token."""
         self._require_open()
         ids = self._as_stored(tokens)
         _check_length(ids.size)
         if self.multimodal:
             _check_modes([mode])
-        self._tokens.append(ids, first_document=self._log.num_documents)
+        append_tokens = partial(self._tokens.append, ids, first_document=self._log.num_documents)
+        self._append(columns, ids.size, append_tokens)
         self._log.add_sequences([ids.size], [mode])
 
     def add_document(
-        self, tokens: Any, lengths: Sequence[int] | None = None, modes: Sequence[int] | None = None
+        self,
+        tokens: Any,
+        lengths: Sequence[int] | None = None,
+        modes: Sequence[int] | None = None,
+        *,
+        columns: Mapping[str, Any] | None = None,
     ) -> None:
         """Add one document.
 
@@ -141,12 +173,14 @@ class IndexedDatasetBuilder:
             tokens: all tokens of the document (see ``add_item``).
             lengths: tokens per sequence; one sequence by default.
             modes: mode per sequence, if multimodal; zeros by default.
+            columns: rows of every column.
 
         Raises:
-            DataError: an id outside the dtype or the vocabulary, or a wrong sum of lengths.
+            DataError: an id outside the dtype or the vocabulary, a wrong sum of lengths, or columns
+                that do not fit.
         """
         if lengths is None and modes is None:
-            self.add_item(tokens)
+            self.add_item(tokens, columns=columns)
         else:
             self._require_open()
             ids = self._as_stored(tokens)
@@ -164,30 +198,36 @@ class IndexedDatasetBuilder:
                         f"document {self.num_documents} has {len(lengths)} sequences, {len(modes)} "
                         "modes"
                     )
-            self._tokens.append(ids, first_document=self.num_documents)
+            append_tokens = partial(self._tokens.append, ids, first_document=self.num_documents)
+            self._append(columns, ids.size, append_tokens)
             self._log.add_sequences(lengths, modes)
         self._log.end_document()
 
-    def add_documents(self, flat_tokens: Any, offsets: Any) -> None:
+    def add_documents(
+        self, flat_tokens: Any, offsets: Any, *, columns: Mapping[str, Any] | None = None
+    ) -> None:
         """Add many documents of one sequence each, at the speed of a copy: document d is
         ``flat_tokens[offsets[d]:offsets[d + 1]]``. ``offsets`` are (num_documents + 1,) integers;
-        the first is 0, the last ``len(flat_tokens)``. Raises DataError if an id is outside the
-        dtype or the vocabulary, or the offsets are wrong."""
+        the first is 0, the last ``len(flat_tokens)``. ``columns`` has the rows of all tokens.
+        Raises DataError if an id is outside the dtype or the vocabulary, the offsets are wrong, or
+        columns do not fit."""
         self._require_open()
         self._log.require_closed()
         ids, bounds = self._as_stored(flat_tokens), np.asarray(offsets)
         lengths = _lengths_between(bounds, ids.size)
-        self._tokens.append(ids, bounds, first_document=self.num_documents)
+        append = partial(self._tokens.append, ids, bounds, first_document=self.num_documents)
+        self._append(columns, ids.size, append)
         modes = np.zeros(lengths.size, np.int8) if self.multimodal else None
         self._log.add_layout(ArrayLayout(lengths, None, modes))
 
     def add_index(self, prefix: str | os.PathLike[str]) -> None:
-        """Add all documents of another dataset of the same dtype. If its meta file has checksums of
-        its tokens, the kernel copies them. (``merge`` joins many datasets in constant memory, and
-        converts dtypes.)
+        """Add all documents of another dataset of the same dtype and columns. If its meta file has
+        checksums of its tokens, the kernel copies them. (``merge`` joins many datasets in constant
+        memory, and converts dtypes.)
 
         Raises:
-            DataError: the other dataset has a different dtype, or an id is outside the limits.
+            DataError: the other dataset has a different dtype or columns, or an id is outside the
+                limits.
             FormatError: the other dataset is damaged.
         """
         self._require_open()
@@ -203,7 +243,20 @@ class IndexedDatasetBuilder:
                 f"one of {dataset.prefix} and {self.prefix} contains tokens, the other loss "
                 "weights; add datasets of the same kind"
             )
-        self._tokens.append_dataset(dataset)
+        specs = {name: entry.spec for name, entry in dataset.columns.items()}
+        if specs != {writer.name: writer.spec for writer in self._columns}:
+            raise DataError(
+                f"{dataset.prefix} has the columns {_named(specs)}, this dataset "
+                f"{_named(writer.name for writer in self._columns)} or others of these types; "
+                "merge(..., missing_columns=...) fills or drops columns"
+            )
+
+        def append_all() -> None:
+            for writer in self._columns:
+                dataset.copy_column(writer)
+            self._tokens.append_dataset(dataset)
+
+        self._all_or_nothing(append_all)
         self._log.add_layout(dataset.layout)
 
     def end_document(self) -> None:
@@ -226,9 +279,15 @@ class IndexedDatasetBuilder:
                 vocab_size=self._tokens.limits.vocab_size,
                 metadata=self.metadata,
                 multimodal=self.multimodal,
+                columns={writer.name: writer.finish() for writer in self._columns},
             )
             publish_dataset(
-                self.prefix, content, self._tokens.target, idx_path=idx_path, durable=self._durable
+                self.prefix,
+                content,
+                self._tokens.target,
+                columns=[writer.target for writer in self._columns],
+                idx_path=idx_path,
+                durable=self._durable,
             )
         finally:
             self.abort()
@@ -237,8 +296,50 @@ class IndexedDatasetBuilder:
         """Remove the temporary files and release the lock; after ``finalize()`` the dataset
         stays."""
         self._open = False
-        self._tokens.target.discard()
+        for target in (self._tokens.target, *(writer.target for writer in self._columns)):
+            target.discard()
         self._lock.release()
+
+    def _append(
+        self, columns: Mapping[str, Any] | None, num_tokens: int, append_tokens: Callable[[], None]
+    ) -> None:
+        """Append tokens and the rows of all columns, or nothing."""
+        if not (self._columns or columns):
+            append_tokens()
+            return
+        given = columns or {}
+        if given.keys() != {writer.name for writer in self._columns}:
+            raise DataError(
+                f"document {self.num_documents} has the columns {_named(given)}, this dataset "
+                f"{_named(writer.name for writer in self._columns)}; give rows of each of them"
+            )
+        all_rows = []
+        for writer in self._columns:
+            try:
+                rows = writer.spec.rows(given[writer.name])
+                if len(rows) != num_tokens:
+                    raise DataError(f"{len(rows)} rows for {num_tokens} tokens; give one per token")
+            except DataError as error:
+                where = f"document {self.num_documents}, column {writer.name}"
+                raise DataError(f"{where}: {error}") from error
+            all_rows.append(rows)
+
+        def append_all() -> None:
+            for writer, rows in zip(self._columns, all_rows, strict=True):
+                writer.append(rows)
+            append_tokens()
+
+        self._all_or_nothing(append_all)
+
+    def _all_or_nothing(self, append: Callable[[], None]) -> None:
+        """Append to the columns, then to the tokens; undo the former if it raises."""
+        marks = [writer.mark() for writer in self._columns]
+        try:
+            append()
+        except BaseException:
+            for writer, mark in zip(self._columns, marks, strict=True):
+                writer.reset(mark)
+            raise
 
     def __enter__(self) -> IndexedDatasetBuilder:
         return self
@@ -253,6 +354,10 @@ class IndexedDatasetBuilder:
             raise ValueError(
                 f"the builder of {self.prefix} was finalized or aborted; create a new one"
             )
+
+
+def _named(columns: Iterable[str]) -> str:
+    return ", ".join(sorted(columns)) or "none"
 
 
 def _is_float16(dtype: DTypeLike) -> bool:

@@ -1,6 +1,7 @@
 """Columns: data that belongs to the tokens of a dataset, such as advantages or teacher logits.
 
 - ``ColumnSpec``: type of a column; ``column_entries``: columns that a meta file lists
+- ``Column``: an open column; ``open_column`` maps its file
 - ``ColumnWriter``: write ``<prefix>.<name>.col`` under a temporary name
 
 A column is a file of fixed-width rows, one per token of .bin, little-endian, without a header. The
@@ -20,11 +21,13 @@ Three documents of 3, 2 and 2 tokens, with a float32 per token::
 from __future__ import annotations
 
 import io
+import json
 import math
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,12 +37,13 @@ from numpy.typing import NDArray
 
 from megapack.config import from_dict
 from megapack.errors import ConfigError, DataError, FormatError
-from megapack.storage.files import AtomicFile
-from megapack.storage.index_file import path_of
-from megapack.storage.metadata import Checksum
+from megapack.storage.files import AtomicFile, file_identity, open_regular
+from megapack.storage.index_file import map_file, path_of
+from megapack.storage.metadata import COLUMNS, Checksum, sampled_checksum, stretches_of
 
 MAX_ROW_BYTES = 1 << 16
 STRETCH_BYTES = 1 << 24  # bytes of a column under one checksum
+_BUFFER_BYTES = 1 << 19
 # numpy has no bfloat16: its bits are stored and returned as uint16, and a batch has torch.bfloat16.
 _NUMPY = {"bfloat16": "uint16"}
 DTYPES = (
@@ -95,13 +99,17 @@ class ColumnSpec:
         if not exact:
             raise ConfigError(f"column fill is {self.fill}, which is not a finite {self.dtype}")
 
-    @property
+    def __str__(self) -> str:
+        """Return ``float16[4], of token, fill 0``, for messages."""
+        return f"{self.dtype}{list(self.shape) or ''}, of {self.of}, fill {self.fill}"
+
+    @cached_property
     def numpy_dtype(self) -> np.dtype[Any]:
         """Dtype of the stored numbers, little-endian; uint16 for bfloat16."""
         dtype: np.dtype[Any] = np.dtype(_NUMPY.get(self.dtype, self.dtype)).newbyteorder("<")
         return dtype
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """Bytes per token."""
         return math.prod(self.shape) * self.numpy_dtype.itemsize
@@ -130,6 +138,12 @@ class ColumnSpec:
             )
         return np.ascontiguousarray(array)
 
+    def numbers(self, rows: NDArray[Any]) -> NDArray[Any]:
+        """Return stored rows as numbers: float32 for bfloat16, else the same array."""
+        if self.dtype != "bfloat16":
+            return rows
+        return (np.asarray(rows).astype(np.uint32) << 16).view(np.float32)
+
     def entry(self, checksums: list[Checksum]) -> dict[str, Any]:
         """Return the entry of the meta file for a column with these stretches."""
         return {
@@ -149,12 +163,21 @@ def _convert(values: Any, spec: ColumnSpec) -> NDArray[Any]:
         if str(tensor.dtype) == "torch.bfloat16":
             tensor = tensor.float()  # exact; rounding back below is exact, too
         values = tensor.numpy()
-    array = np.asarray(values)
-    stored = spec.numpy_dtype
-    if array.dtype.kind not in "iufb" and array.size:
+    try:
+        array = np.asarray(values)
+    except ValueError as error:
+        raise DataError(f"column values have rows of different shapes: {error}") from error
+    stored, is_integers = spec.numpy_dtype, False
+    if array.dtype == stored:
+        return array
+    if "int" in spec.dtype and array.dtype.kind in "fO" and not isinstance(values, np.ndarray):
+        exact = np.asarray(values, object)  # numpy makes floats of [0, 2**63]
+        is_integers = all(isinstance(number, int) for number in exact.flat)
+        array = exact if is_integers else array
+    if array.dtype.kind not in "iufb" and array.size and not is_integers:
         raise DataError(f"column values are {array.dtype}; give numbers")
     if spec.dtype == "bfloat16":
-        return array.astype(stored) if array.dtype == np.uint16 else _bfloat16_bits(array)
+        return _bfloat16_bits(array)
     if stored.kind == "f":
         with np.errstate(over="ignore"):
             rounded = array.astype(stored)
@@ -162,7 +185,7 @@ def _convert(values: Any, spec: ColumnSpec) -> NDArray[Any]:
         return rounded
     if array.dtype.kind == "f" and array.size:
         raise DataError(f"column values are {array.dtype}, and the column is {spec.dtype}")
-    if array.size and array.dtype != stored:
+    if array.size:
         limits = np.iinfo(stored)
         # Python compares integers of any width and sign exactly; numpy would convert first.
         low, high = int(array.min()), int(array.max())
@@ -192,8 +215,6 @@ def _check_each(fits: NDArray[np.bool_], array: NDArray[Any], spec: ColumnSpec) 
 
 # ---- Entries of the meta file --------------------------------------------------------------------
 
-KEY = "columns"  # of the meta file
-
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnEntry:
@@ -214,8 +235,7 @@ class ColumnEntry:
     @property
     def checksums(self) -> list[Checksum]:
         """Checksums of consecutive stretches of the file."""
-        lines = [line.split() for line in self.xxh3_128]
-        return [Checksum(int(size), digest) for size, digest in lines]
+        return stretches_of(asdict(self))
 
 
 def column_entries(meta: Mapping[str, Any] | None, where: object) -> dict[str, ColumnEntry]:
@@ -229,7 +249,7 @@ def column_entries(meta: Mapping[str, Any] | None, where: object) -> dict[str, C
         FormatError: an entry is damaged, or does not have one row per token.
     """
     entries: dict[str, ColumnEntry] = {}
-    for name, content in sorted((meta or {}).get(KEY, {}).items()):
+    for name, content in sorted((meta or {}).get(COLUMNS, {}).items()):
         try:
             check_column_name(name)
             entry = from_dict(ColumnEntry, content, where=f"{where}: column {name}")
@@ -264,6 +284,114 @@ def column_path(prefix: str | os.PathLike[str], name: str) -> Path:
 # ---- Files ---------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, eq=False)
+class Column:
+    """One column of an open dataset.
+
+    Attributes:
+        name: its name.
+        entry: its entry of the meta file.
+        rows: (num_tokens, *shape), ``spec.numpy_dtype``, mapped and read-only. In a remote dataset,
+            slices are fetched.
+        mapped_bytes: uint8 (num_tokens * row_bytes,), for C++. In a remote dataset, only blocks
+            that are being read have values.
+    """
+
+    name: str
+    entry: ColumnEntry
+    rows: Any
+    mapped_bytes: NDArray[np.uint8]
+
+    @cached_property
+    def spec(self) -> ColumnSpec:
+        """Type of the column."""
+        return self.entry.spec
+
+    @cached_property
+    def content_digest(self) -> list[str | None]:
+        """Two digests of the values, as ``IndexedDataset.content_digest``: the
+        ``sampled_checksum`` of the file (None if it is remote), and a checksum of the entry of the
+        meta file. Reads at most 1 MiB."""
+        recorded = xxhash.xxh3_64_hexdigest(json.dumps(asdict(self.entry)).encode())
+        if not isinstance(self.rows, np.ndarray):
+            return [None, recorded]
+        data = self.mapped_bytes
+        return [sampled_checksum(data.size, lambda begin, end: data[begin:end].tobytes()), recorded]
+
+
+def open_column(prefix: str | os.PathLike[str], name: str, entry: ColumnEntry) -> Column:
+    """Map a column of a local dataset. Raises FormatError if its file is missing or has another
+    size than the meta file says."""
+    path = column_path(prefix, name)
+    try:
+        file = open_regular(path)
+    except FileNotFoundError as error:
+        raise FormatError(
+            f"{path} does not exist, but the meta file lists column {name}: restore it from a "
+            f"copy, or run `megapack-build column remove {os.fspath(prefix)} {name}`"
+        ) from error
+    with file:
+        num_bytes = file_identity(file).num_bytes
+        if num_bytes != entry.bytes:
+            raise FormatError(
+                f"{path} has {num_bytes} bytes; its meta file says {entry.bytes}: restore it "
+                f"from a copy, or write column {name} again"
+            )
+        mapped = map_file(file)
+    mapped.flags.writeable = False
+    spec = entry.spec
+    return Column(name, entry, mapped.view(spec.numpy_dtype).reshape(-1, *spec.shape), mapped)
+
+
+class _Stretches:
+    """Checksums of consecutive stretches of bytes."""
+
+    def __init__(self) -> None:
+        self.checksums: list[Checksum] = []
+        self._hasher, self._num_bytes = xxhash.xxh3_128(), 0  # of the last, unfinished stretch
+
+    def update(self, data: memoryview) -> None:
+        """Add bytes."""
+        while data:
+            part = data[: STRETCH_BYTES - self._num_bytes]
+            self._hasher.update(part)
+            self._num_bytes += len(part)
+            if self._num_bytes == STRETCH_BYTES:
+                self.end()
+            data = data[len(part) :]
+
+    def end(self) -> None:
+        """End the present stretch, unless it is empty."""
+        if self._num_bytes:
+            self.checksums.append(Checksum(self._num_bytes, self._hasher.hexdigest()))
+            self._hasher, self._num_bytes = xxhash.xxh3_128(), 0
+
+    def mark(self) -> tuple[int, xxhash.xxh3_128, int]:
+        """Return the present state, for ``reset``."""
+        return len(self.checksums), self._hasher.copy(), self._num_bytes
+
+    def reset(self, mark: tuple[int, xxhash.xxh3_128, int]) -> None:
+        """Forget all bytes added since ``mark``."""
+        num_checksums, self._hasher, self._num_bytes = mark
+        del self.checksums[num_checksums:]
+
+
+def fill_checksums(spec: ColumnSpec, num_rows: int) -> list[Checksum]:
+    """Return the checksums of ``ColumnWriter.append_fill``."""
+    stretches = _Stretches()
+    for block in _fill_blocks(spec, num_rows):
+        stretches.update(block.reshape(-1).data)
+    stretches.end()
+    return stretches.checksums
+
+
+def _fill_blocks(spec: ColumnSpec, num_rows: int) -> Iterator[NDArray[np.uint8]]:
+    block_rows = max(1, (1 << 20) // spec.row_bytes)
+    block = np.tile(spec.fill_row, (min(block_rows, num_rows), 1))
+    for begin in range(0, num_rows, block_rows):
+        yield block[: num_rows - begin]
+
+
 class ColumnWriter:
     """Writer of a .col file under a temporary name. A method that raises writes nothing.
 
@@ -275,45 +403,64 @@ class ColumnWriter:
 
     def __init__(self, prefix: str | os.PathLike[str], name: str, spec: ColumnSpec) -> None:
         check_column_name(name)
-        self.spec, self.num_rows = spec, 0
+        self.name, self.spec, self.num_rows = name, spec, 0
         self.target = AtomicFile(column_path(prefix, name))
-        self._checksums: list[Checksum] = []
-        self._hasher, self._hashed_bytes = xxhash.xxh3_128(), 0
+        self._buffer = bytearray()  # rows that are not in the file yet
+        self._stretches = _Stretches()
 
     def append(self, rows: NDArray[Any]) -> None:
         """Write rows (from ``ColumnSpec.rows``)."""
         data = rows.reshape(-1).view(np.uint8).data
-        self.target.write(data)
+        if len(self._buffer) + len(data) > _BUFFER_BYTES:
+            self._flush()
+        if len(data) > _BUFFER_BYTES:
+            self.target.write(data)
+        else:
+            self._buffer += data
         self.num_rows += len(rows)
-        while data:
-            part = data[: STRETCH_BYTES - self._hashed_bytes]
-            self._hasher.update(part)
-            self._hashed_bytes += len(part)
-            if self._hashed_bytes == STRETCH_BYTES:
-                self._end_stretch()
-            data = data[len(part) :]
+        self._stretches.update(data)
 
     def append_fill(self, num_rows: int) -> None:
-        """Write rows of fill values."""
-        block_rows = max(1, (1 << 20) // self.spec.row_bytes)
-        block = np.tile(self.spec.fill_row, (min(block_rows, num_rows), 1))
-        for begin in range(0, num_rows, block_rows):
-            self.append(block[: num_rows - begin])
+        """Write rows of fill values as separate stretches (``fill_checksums``)."""
+        mark = self.mark()
+        try:
+            self._stretches.end()
+            for block in _fill_blocks(self.spec, num_rows):
+                self.append(block)
+            self._stretches.end()
+        except BaseException:
+            self.reset(mark)
+            raise
 
     def append_file(self, file: io.FileIO, checksums: list[Checksum]) -> None:
         """Copy a whole .col file of the same type with its recorded checksums; not read here."""
-        self._end_stretch()
+        self._flush()
         num_bytes = sum(size for size, _ in checksums)
         self.target.copy_from(file, num_bytes)
-        self._checksums += checksums
+        self._stretches.end()
+        self._stretches.checksums += checksums
         self.num_rows += num_bytes // self.spec.row_bytes
+
+    def mark(self) -> tuple[int, Any]:
+        """Return the present state, for ``reset``."""
+        return self.num_rows, self._stretches.mark()
+
+    def reset(self, mark: tuple[int, Any]) -> None:
+        """Undo everything appended since ``mark``."""
+        self.num_rows, stretches = mark
+        self._stretches.reset(stretches)
+        file, num_bytes = self.target.file, self.num_rows * self.spec.row_bytes
+        num_written = min(file.tell(), num_bytes)
+        file.truncate(num_written)
+        file.seek(num_written)
+        del self._buffer[num_bytes - num_written :]
 
     def finish(self) -> dict[str, Any]:
         """Return the entry of the meta file; ``target`` is then complete."""
-        self._end_stretch()
-        return self.spec.entry(self._checksums)
+        self._flush()
+        self._stretches.end()
+        return self.spec.entry(self._stretches.checksums)
 
-    def _end_stretch(self) -> None:
-        if self._hashed_bytes:
-            self._checksums.append(Checksum(self._hashed_bytes, self._hasher.hexdigest()))
-        self._hasher, self._hashed_bytes = xxhash.xxh3_128(), 0
+    def _flush(self) -> None:
+        self.target.write(self._buffer)
+        self._buffer = bytearray()

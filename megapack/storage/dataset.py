@@ -1,6 +1,6 @@
 """``IndexedDataset``: read documents from memory-mapped files without copying tokens.
 
-- ``IndexedDataset``: Megatron's .bin/.idx pair, local or remote
+- ``IndexedDataset``: Megatron's .bin/.idx pair, local or remote, and its columns
 - ``read_document_lengths``, ``open_index``, ``read_lengths_file``: read lengths without tokens
 - ``read_documents``: read a list of document ids from a file, to mask or pack those documents
 - ``open_labels``, ``open_weights``: a label and a loss weight for each token of the documents
@@ -29,6 +29,7 @@ from numpy.typing import DTypeLike, NDArray
 from megapack import _core
 from megapack.errors import ConfigError, DataError, FormatError, IndexMismatchError
 from megapack.storage.address import is_remote
+from megapack.storage.columns import Column, column_entries, open_column
 from megapack.storage.files import file_identity
 from megapack.storage.index_file import (
     LABELS,
@@ -40,7 +41,12 @@ from megapack.storage.index_file import (
     path_of,
     prefix_of,
 )
-from megapack.storage.metadata import difference_from_files, read_meta, sampled_checksum
+from megapack.storage.metadata import (
+    difference_from_files,
+    meta_path,
+    read_meta,
+    sampled_checksum,
+)
 from megapack.storage.remote.reader import RemoteTokens, exists, open_remote_pair
 from megapack.storage.tokens import holds_weights, open_npy
 
@@ -271,6 +277,17 @@ class IndexedDataset:
         if difference is not None:
             raise FormatError(f"{self.prefix}: {difference}")
         return meta
+
+    @cached_property
+    def columns(self) -> dict[str, Column]:
+        """Columns by name, in alphabetical order; empty without a meta file. Raises FormatError if
+        the meta file or a .col is damaged, missing or was replaced."""
+        entries = column_entries(self.meta, meta_path(self._files))
+        columns = {name: open_column(self._files, name, e) for name, e in entries.items()}
+        # A writer removes a column from the meta file before it replaces the column's file.
+        if columns and read_meta(self._files) != self.meta:
+            raise FormatError(f"{self.prefix} was replaced after it was opened; open it again")
+        return columns
 
     @property
     def vocab_size(self) -> int | None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,8 @@ from numpy.typing import DTypeLike, NDArray
 
 from megapack.errors import ConfigError, DataError, FormatError
 from megapack.storage.builder import IndexedDatasetBuilder
+from megapack.storage.column_edits import write_rows
+from megapack.storage.columns import ColumnSpec, ColumnWriter, column_path
 from megapack.storage.files import (
     AtomicFile,
     Publishable,
@@ -42,7 +45,13 @@ from megapack.storage.index_writer import (
     publish_dataset,
 )
 from megapack.storage.locks import WriterLock
-from megapack.storage.metadata import TokenFacts, check_metadata, file_checksum, read_meta
+from megapack.storage.metadata import (
+    COLUMNS,
+    TokenFacts,
+    check_metadata,
+    file_checksum,
+    read_meta,
+)
 from megapack.storage.remote.copies import local_output
 from megapack.storage.token_scan import (
     Scan,
@@ -138,6 +147,7 @@ def import_dataset(
     eod_at: str | None = None,
     link: str = "auto",
     vocab_size: int | None = None,
+    columns: Mapping[str, tuple[NDArray[Any], ColumnSpec]] | None = None,
     metadata: Mapping[str, Any] | None = None,
     overwrite: bool = False,
 ) -> str:
@@ -158,6 +168,8 @@ def import_dataset(
             llm.c), or ``"both"``.
         link: ``"hard"``, ``"symbolic"``, ``"copy"``, or ``"auto"``: the first of these that works.
         vocab_size: number of token ids; ids must be smaller. Recorded in the meta file.
+        columns: name -> (rows, type) of columns, one row per token in the order of the file, as in
+            a teacher's dump; rows (num_tokens, *shape) may be a memory map.
         metadata: facts for the meta file, which JSON can represent.
         overwrite: replace a different dataset at ``output``.
 
@@ -166,7 +178,8 @@ def import_dataset(
             contradicts the file.
         LockedError: another process writes ``output``.
         FormatError: the file is damaged, of another format, or does not fit the files next to it.
-        DataError: the separator never occurs, or the ids contradict the dtype or the vocabulary.
+        DataError: the separator never occurs, the ids contradict the dtype or the vocabulary, or a
+            column does not have one row of its type per token.
         OSError: a file cannot be read, linked or written; the output does not exist.
     """
     if link not in LINKS:
@@ -196,7 +209,12 @@ def import_dataset(
         check_metadata(source.metadata)
         if keeps_bin and source.foreign.begin_byte:
             raise ConfigError(f"{bin_path} is the input and has a header; choose another output")
-        how = _write(source, target, link, keeps_bin and source.foreign.pointers is None, overwrite)
+        with ExitStack() as unpublished:
+            writers = _column_writers(target, columns or {}, source, unpublished)
+            keeps_bin = keeps_bin and source.foreign.pointers is None
+            how = _write(
+                source, target, link, keeps_bin=keeps_bin, overwrite=overwrite, columns=writers
+            )
     if how is None:
         return f"nothing to do: {output} exists already"
     tokens = f"{source.foreign.num_tokens} {source.foreign.dtype.name} tokens ({kind}, .bin {how})"
@@ -206,16 +224,47 @@ def import_dataset(
 
 
 def _refuse_companions(prefix: str) -> None:
-    """Raise ConfigError if the dataset has labels, weights or groups, which import cannot copy."""
-    for end in COMPANIONS:
-        if path_of(prefix + end, ".idx").exists():
-            raise ConfigError(
-                f"{prefix}{end} belongs to {prefix}, and import would not copy it: copy the files "
-                "of both; datasets of megapack need no import"
-            )
+    """Raise ConfigError if the dataset has labels, weights, groups or columns, which import cannot
+    copy."""
+    companions = [f"{prefix}{end}" for end in COMPANIONS if path_of(prefix + end, ".idx").exists()]
+    columns = (read_meta(prefix) or {}).get(COLUMNS, {})
+    for companion in (*companions, *(column_path(prefix, name) for name in columns)):
+        raise ConfigError(
+            f"{companion} belongs to {prefix}, and import would not copy it: copy the files "
+            "of both; datasets of megapack need no import"
+        )
 
 
-def _write(source: _Source, target: str, link: str, keeps_bin: bool, overwrite: bool) -> str | None:
+def _column_writers(
+    target: str,
+    columns: Mapping[str, tuple[NDArray[Any], ColumnSpec]],
+    source: _Source,
+    unpublished: ExitStack,
+) -> list[ColumnWriter]:
+    """Write the columns under temporary names, which ``unpublished`` removes."""
+    foreign, writers = source.foreign, []
+    for name, (values, spec) in columns.items():
+        writers.append(ColumnWriter(target, name, spec))
+        unpublished.callback(writers[-1].target.discard)
+        if foreign.pointers is None:
+            write_rows(writers[-1], values, foreign.num_tokens)
+            continue
+        begins = foreign.pointers // foreign.dtype.itemsize
+        extents = zip(begins.tolist(), source.layout.lengths.tolist(), strict=True)
+        in_order = (values[begin : begin + length] for begin, length in extents)
+        write_rows(writers[-1], in_order, source.layout.lengths.tolist())
+    return writers
+
+
+def _write(
+    source: _Source,
+    target: str,
+    link: str,
+    *,
+    keeps_bin: bool,
+    overwrite: bool,
+    columns: list[ColumnWriter],
+) -> str | None:
     """Write the dataset and its labels. Return how .bin was made, or None if all files existed."""
     foreign, layout, how = source.foreign, source.layout, "unchanged"
     bin_path, tokens = path_of(target, ".bin"), source.facts
@@ -233,17 +282,23 @@ def _write(source: _Source, target: str, link: str, keeps_bin: bool, overwrite: 
             vocab_size=foreign.vocab_size,
             metadata=source.metadata,
             multimodal=layout.modes is not None,
+            columns={writer.name: writer.finish() for writer in columns},
         )
         difference = partial(content.difference_from, target)
         is_new = check_prefix(
-            target, overwrite=overwrite, difference=difference, keeps_bin=keeps_bin
+            target,
+            overwrite=overwrite,
+            difference=difference,
+            keeps_bin=keeps_bin,
+            columns=content.columns,
         )
         write_labels()
         if not is_new:
             return None
         if bin_file is None and not keeps_bin:
             bin_file, how = _link_or_copy(foreign, bin_path, link)
-        publish_dataset(target, content, bin_file)
+        files = [writer.target for writer in columns]
+        publish_dataset(target, content, bin_file, columns=files)
     finally:
         if bin_file is not None:
             bin_file.discard()

@@ -1,8 +1,9 @@
-"""Write the .idx and the meta file, and rename the three files of a dataset.
+"""Write the .idx and the meta file, and rename the files of a dataset.
 
 - ``ArrayLayout``, ``FileLayout``: lengths of sequences and ends of documents
 - ``write_index``: write an .idx from layouts; ``DocumentLog``: the layout of a builder
 - ``DatasetContent``, ``check_prefix``, ``publish_dataset``: the final step of every writer
+- ``write_meta``: replace a meta file; ``dataset_files``: paths of a dataset's files
 
 The .idx is written block by block. Builder, repair and import have one layout in memory; a merge
 reads the .idx of each input once per array, so its memory does not grow with the corpus. Two
@@ -17,8 +18,8 @@ import json
 import os
 import struct
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -28,6 +29,7 @@ from numpy.typing import NDArray
 
 from megapack import _core
 from megapack.errors import ConfigError, DataError, FormatError
+from megapack.storage.columns import column_entries, column_path
 from megapack.storage.files import (
     BLOCK,
     AtomicFile,
@@ -43,6 +45,7 @@ from megapack.storage.files import (
 )
 from megapack.storage.index_file import CODE_OF_DTYPE, MAGIC, path_of, read_header
 from megapack.storage.metadata import (
+    COLUMNS,
     FORMAT,
     VERSION,
     Checksum,
@@ -289,6 +292,7 @@ class DatasetContent:
     vocab_size: int | None
     metadata: Mapping[str, Any]
     multimodal: bool = False
+    columns: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # entries by name
 
     def meta(self, write: Callable[[Buffer], object]) -> dict[str, Any]:
         """Write the .idx, then return the content of the meta file (see ``metadata.py``)."""
@@ -310,12 +314,14 @@ class DatasetContent:
                 "xxh3_128": [f"{size} {digest}" for size, digest in tokens.checksums],
             },
             "idx": {"bytes": idx.num_bytes, "xxh3_128": idx.xxh3_128},
+            **({COLUMNS: dict(sorted(self.columns.items()))} if self.columns else {}),
             **self.metadata,
         }
 
     def difference_from(self, prefix: str) -> str | None:
         """Return how the dataset at a prefix differs. None if it equals this one, or is a part of
-        it that a killed process left. Compares meta files, checksum of .idx and size of .bin."""
+        it that a killed process left. Compares meta files, checksum of .idx, sizes of .bin and
+        columns."""
         idx_path, bin_path = path_of(prefix, ".idx"), path_of(prefix, ".bin")
         try:
             existing = read_meta(prefix)
@@ -332,12 +338,26 @@ class DatasetContent:
                 return f"its {key} is {old!r}, not {new!r}" if short else f"its {key} differs"
         if idx_path.exists() and file_checksum(idx_path) != meta["idx"]["xxh3_128"]:
             return "its .idx does not match its meta file"
-        if bin_path.exists() and bin_path.stat().st_size != meta["bin"]["bytes"]:
-            return "its .bin does not match its meta file"
+        sizes = {bin_path: meta["bin"]["bytes"]}
+        sizes |= {column_path(prefix, name): e["bytes"] for name, e in self.columns.items()}
+        for path, num_bytes in sizes.items():
+            if path.exists() and path.stat().st_size != num_bytes:
+                return f"its {path.name[len(Path(prefix).name) :]} does not match its meta file"
         return None
 
 
-def check_prefix_names(prefix: str, *, keeps_bin: bool = False) -> list[Path]:
+def dataset_files(prefix: str) -> list[Path]:
+    """Return the paths of a dataset's files in the order in which to remove them: .idx, .bin, the
+    columns that the meta file lists, .meta.json; they need not exist. Raises FormatError if the
+    meta file is damaged."""
+    names = column_entries(read_meta(prefix), meta_path(prefix))
+    columns = [column_path(prefix, name) for name in names]
+    return [path_of(prefix, ".idx"), path_of(prefix, ".bin"), *columns, meta_path(prefix)]
+
+
+def check_prefix_names(
+    prefix: str, *, keeps_bin: bool = False, columns: Iterable[str] = ()
+) -> list[Path]:
     """Return the paths of a new dataset's files, without .bin if ``keeps_bin`` (the existing .bin
     becomes the dataset's). Raises ConfigError if a file cannot be written (see ``target_of``), or
     if .bin is a link (import creates links): its target may belong to someone else."""
@@ -347,7 +367,8 @@ def check_prefix_names(prefix: str, *, keeps_bin: bool = False) -> list[Path]:
             f"{bin_path} is a link to {bin_path.resolve()}, which would be replaced: remove the "
             "link, or choose another prefix"
         )
-    return [target_of(path_of(prefix, s)) for s in SUFFIXES if s != ".bin" or not keeps_bin]
+    paths = [path_of(prefix, s) for s in SUFFIXES if s != ".bin" or not keeps_bin]
+    return [target_of(path) for path in (*paths, *(column_path(prefix, n) for n in columns))]
 
 
 def check_prefix(
@@ -356,12 +377,19 @@ def check_prefix(
     overwrite: bool,
     difference: str | Callable[[], str | None],
     keeps_bin: bool = False,
+    columns: Iterable[str] = (),
 ) -> bool:
-    """Return what ``check_target`` returns for a dataset, but True for an equal dataset without
-    .idx or .bin. Raises the ConfigErrors of ``check_target`` and ``check_prefix_names``."""
-    existing = [path for path in check_prefix_names(prefix, keeps_bin=keeps_bin) if path.exists()]
+    """Return what ``check_target`` returns for a dataset with these columns, but True for an equal
+    dataset without .idx, .bin or a column's file. Raises the ConfigErrors of ``check_target`` and
+    ``check_prefix_names``."""
+    columns = list(columns)
+    paths = check_prefix_names(prefix, keeps_bin=keeps_bin, columns=columns)
+    existing = [path for path in paths if path.exists()]
     is_new = not existing or check_target(existing[0], overwrite=overwrite, difference=difference)
-    return is_new or not all(path_of(prefix, end).exists() for end in (".bin", ".idx"))
+    needed = [path_of(prefix, ".bin"), path_of(prefix, ".idx")]
+    return is_new or not all(
+        path.exists() for path in (*needed, *(column_path(prefix, name) for name in columns))
+    )
 
 
 def publish_dataset(
@@ -369,6 +397,7 @@ def publish_dataset(
     content: DatasetContent,
     bin_file: Publishable | None,
     *,
+    columns: Sequence[Publishable] = (),
     idx_path: str | os.PathLike[str] | None = None,
     durable: bool = True,
 ) -> None:
@@ -376,22 +405,48 @@ def publish_dataset(
 
     Readers find the old dataset, none, or the new one at any moment: the old .idx is removed before
     the new .bin is renamed, and the new .idx is renamed last (see ``open_pair``). The meta file is
-    renamed first: a repeated run compares it to recognize what a killed process left.
+    renamed first: a repeated run compares it to recognize what a killed process left. Columns of
+    the old dataset are removed while its meta file still lists them.
 
-    ``bin_file`` contains the unpublished tokens; it is None if .bin exists already. If ``durable``,
-    wait until everything is on the disk.
+    ``bin_file`` contains the unpublished tokens; it is None if .bin exists already. ``columns`` are
+    the unpublished columns of ``content``. If ``durable``, wait until everything is on the disk.
     """
     idx = AtomicFile(path_of(prefix, ".idx") if idx_path is None else idx_path)
     meta = AtomicFile(meta_path(prefix))
     try:
-        text = json.dumps(content.meta(idx.write), indent=1, ensure_ascii=False)
-        meta.write(f"{text}\n".encode())
-        files = [meta, *([] if bin_file is None else [bin_file]), idx]
+        _write_meta(meta, content.meta(idx.write))
+        files = [meta, *columns, *([] if bin_file is None else [bin_file]), idx]
         if durable:
             for file in files:  # do the slowest part while the old dataset still exists
                 file.sync()
+        stale = _stale_columns(prefix, content.columns)
         idx.path.unlink(missing_ok=True)
+        for path in stale:
+            path.unlink(missing_ok=True)
         publish(*files, durable=durable)
     finally:
         idx.discard()
         meta.discard()
+
+
+def _stale_columns(prefix: str, new: Iterable[str]) -> list[Path]:
+    """Return the columns' files of the dataset at a prefix that a new one does not replace."""
+    try:
+        old = column_entries(read_meta(prefix), meta_path(prefix))
+    except FormatError:
+        return []  # it is not known which files megapack created
+    return [column_path(prefix, name) for name in old.keys() - set(new)]
+
+
+def write_meta(prefix: str, meta: Mapping[str, Any], *files: Publishable) -> None:
+    """Replace the meta file of a dataset; rename ``files`` before it."""
+    target = AtomicFile(meta_path(prefix))
+    try:
+        _write_meta(target, meta)
+        publish(*files, target)
+    finally:
+        target.discard()
+
+
+def _write_meta(file: AtomicFile, meta: Mapping[str, Any]) -> None:
+    file.write(f"{json.dumps(meta, indent=1, ensure_ascii=False)}\n".encode())

@@ -13,16 +13,21 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import chain
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from megapack.errors import ConfigError, DataError
 from megapack.storage.address import is_remote
+from megapack.storage.columns import ColumnSpec, ColumnWriter, fill_checksums
 from megapack.storage.index_file import path_of, pick_dtype, prefix_of
-from megapack.storage.index_writer import DatasetContent, check_prefix, publish_dataset
+from megapack.storage.index_writer import (
+    DatasetContent,
+    check_prefix,
+    dataset_files,
+    publish_dataset,
+)
 from megapack.storage.locks import WriterLock
 from megapack.storage.metadata import (
     TokenFacts,
@@ -45,6 +50,7 @@ def merge(
     dtype: DTypeLike | None = None,
     multimodal: bool = False,
     allow_mixed_tokenizers: bool = False,
+    missing_columns: Literal["fill", "drop"] | None = None,
     metadata: Mapping[str, Any] | None = None,
     remove_inputs: bool = False,
     overwrite: bool = False,
@@ -63,6 +69,8 @@ def merge(
         multimodal: the inputs have modes.
         allow_mixed_tokenizers: accept different or missing tokenizers and begin or end tokens (BOS,
             EOD) in the inputs' meta files.
+        missing_columns: what to do with a column that only some inputs have: ``fill`` gives the
+            tokens of the others its fill value, ``drop`` leaves it out; None is an error.
         metadata: entries of the result's meta file, besides those on which all inputs agree.
         remove_inputs: delete the inputs after the result is renamed.
         overwrite: replace a different dataset at ``output``.
@@ -75,7 +83,7 @@ def merge(
         ConfigError: ``output`` is a different dataset, an input, or not writable; or
             ``remove_inputs`` with remote datasets, or after some inputs were removed already.
         LockedError: another process writes ``output``.
-        DataError: dtypes, tokenizers or begin or end tokens differ, or an id does not fit.
+        DataError: dtypes, columns, tokenizers or begin or end tokens differ, or an id does not fit.
         FormatError, OSError: an input is damaged, or a file cannot be read or written; no output is
             left behind.
     """
@@ -99,11 +107,12 @@ def merge(
             _check_tokenizers(inputs)
             _check_document_tokens(inputs)
         _check_kinds(inputs, result_dtype)
+        specs = _common_columns(inputs, missing_columns)
         limits = TokenLimits(result_dtype, _common_vocab_size(inputs), result_dtype.kind == "i")
         facts = {**common_metadata(dataset.meta for dataset in inputs), **(metadata or {})}
         check_metadata(facts)
 
-        def content(tokens: TokenFacts) -> DatasetContent:
+        def content(tokens: TokenFacts, columns: Mapping[str, Any]) -> DatasetContent:
             return DatasetContent(
                 dtype=result_dtype,
                 layouts=[dataset.layout for dataset in inputs],
@@ -111,34 +120,104 @@ def merge(
                 vocab_size=limits.vocab_size,
                 metadata=facts,
                 multimodal=multimodal,
+                columns=columns,
             )
 
         def difference() -> str | None:
             tokens = _recorded_facts(inputs, result_dtype)
-            return tokens if isinstance(tokens, str) else content(tokens).difference_from(target)
+            if isinstance(tokens, str):
+                return tokens
+            return content(tokens, _recorded_columns(inputs, specs)).difference_from(target)
 
         with WriterLock(target, what="merge"):
-            is_new = check_prefix(target, overwrite=overwrite, difference=difference)
+            is_new = check_prefix(target, overwrite=overwrite, difference=difference, columns=specs)
             if is_new:
                 tokens = TokenWriter(bin_path, limits)
-                try:
-                    num_tokens = sum(dataset.num_tokens for dataset in inputs)
-                    for dataset in inputs:
-                        tokens.append_dataset(dataset)
-                        if progress is not None:
-                            progress(tokens.num_tokens, num_tokens)
-                    publish_dataset(target, content(tokens.finish()), tokens.target)
-                finally:
-                    tokens.target.discard()
+                _write(target, inputs, tokens, specs, content, progress=progress)
         if remove_inputs:
             for dataset in inputs:
-                for path in _files(dataset.prefix):
+                for path in dataset_files(dataset.prefix):
                     path.unlink(missing_ok=True)  # an input may be named twice
     return is_new
 
 
-def _files(prefix: str) -> list[Path]:
-    return [path_of(prefix, end) for end in (".idx", ".bin", ".meta.json")]
+def _write(
+    target: str,
+    inputs: list[InputDataset],
+    tokens: TokenWriter,
+    specs: Mapping[str, ColumnSpec],
+    content: Callable[[TokenFacts, Mapping[str, Any]], DatasetContent],
+    *,
+    progress: Progress | None,
+) -> None:
+    """Copy tokens and columns of all inputs; publish the result."""
+    num_tokens = sum(dataset.num_tokens for dataset in inputs)
+    with ExitStack() as unpublished:
+        unpublished.callback(tokens.target.discard)
+        columns = []
+        for name, spec in specs.items():
+            columns.append(ColumnWriter(target, name, spec))
+            unpublished.callback(columns[-1].target.discard)
+        for dataset in inputs:
+            tokens.append_dataset(dataset)
+            for writer in columns:
+                _append_column(writer, dataset)
+            if progress is not None:
+                progress(tokens.num_tokens, num_tokens)
+        complete = content(tokens.finish(), {writer.name: writer.finish() for writer in columns})
+        files = [writer.target for writer in columns]
+        publish_dataset(target, complete, tokens.target, columns=files)
+
+
+def _append_column(writer: ColumnWriter, dataset: InputDataset) -> None:
+    if writer.name in dataset.columns:
+        dataset.copy_column(writer)
+    else:
+        writer.append_fill(dataset.num_tokens)
+
+
+def _common_columns(
+    inputs: list[InputDataset], missing: Literal["fill", "drop"] | None
+) -> dict[str, ColumnSpec]:
+    """Return the columns of the result. Raises DataError if inputs have different ones, unless
+    ``missing`` decides."""
+    first_with: dict[str, InputDataset] = {}
+    for dataset in inputs:
+        for name, entry in dataset.columns.items():
+            other = first_with.setdefault(name, dataset)
+            spec, expected = entry.spec, other.columns[name].spec
+            if spec != expected:
+                raise DataError(
+                    f"column {name} has different types: {expected} in {other.prefix}, {spec} in "
+                    f"{dataset.prefix}; write it again in one of them (`megapack-build column add`)"
+                )
+    specs = {name: first_with[name].columns[name].spec for name in sorted(first_with)}
+    for name in list(specs):
+        lacking = next((each for each in inputs if name not in each.columns), None)
+        if lacking is None or missing == "fill":
+            continue
+        if missing is None:
+            raise DataError(
+                f"{lacking.prefix} has no column {name}, which {first_with[name].prefix} has: add "
+                "it (`megapack-build column add`), or give missing_columns='fill' or 'drop' "
+                "(--missing-columns)"
+            )
+        del specs[name]
+    return specs
+
+
+def _recorded_columns(
+    inputs: list[InputDataset], specs: Mapping[str, ColumnSpec]
+) -> dict[str, dict[str, Any]]:
+    """Return the entries that the result's columns would have."""
+    entries = {}
+    for name, spec in specs.items():
+        stretches = []
+        for dataset in inputs:
+            entry = dataset.columns.get(name)
+            stretches += entry.checksums if entry else fill_checksums(spec, dataset.num_tokens)
+        entries[name] = spec.entry(stretches)
+    return entries
 
 
 def _check_removal(prefixes: Sequence[str], output: str) -> None:
@@ -147,7 +226,7 @@ def _check_removal(prefixes: Sequence[str], output: str) -> None:
     The output may then contain the only copy of some documents. Signs: the output exists, and
     either an input is missing, or the output contains more tokens than the inputs and ends with
     theirs."""
-    if not all(path.exists() for path in _files(output)):
+    if not all(path.exists() for path in dataset_files(output)):
         return
     remaining = [prefix for prefix in prefixes if path_of(prefix, ".idx").exists()]
     metas = [read_meta(prefix) for prefix in (*remaining, output)]
@@ -156,7 +235,7 @@ def _check_removal(prefixes: Sequence[str], output: str) -> None:
     if len(remaining) < len(prefixes) or (
         sums and sums != output_sums and sums == output_sums[-len(sums) :]
     ):
-        names = [os.fspath(path) for p in prefixes for path in _files(p) if path.exists()]
+        names = [os.fspath(path) for p in prefixes for path in dataset_files(p) if path.exists()]
         raise ConfigError(
             f"{output} exists, and some of its inputs are missing: a merge may have been stopped "
             "while it removed inputs. "

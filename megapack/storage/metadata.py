@@ -10,6 +10,7 @@ min_token_id,        null without tokens
 max_token_id
 vocab_size           number of the tokenizer's token ids; null if unknown
 bin, idx             ``bytes`` and ``xxh3_128``; .bin has a list of ``"bytes checksum"``
+columns              name -> type, size and checksums of each column; absent without columns
 metadata's keys      the builder's ``metadata``: ``tokenizer``, ``command``, ...; verify checks
                      ``document_end_token``, the id at the end of every non-empty document
 ===================  ===========================================================================
@@ -72,6 +73,7 @@ COUNTS = ("num_sequences", "num_documents", "num_tokens")
 LIMITS = ("min_token_id", "max_token_id", "vocab_size")
 BOUNDARY_TOKENS = ("document_begin_token", "document_end_token")
 OWN_KEYS = {"format", "version", "dtype", *COUNTS, *LIMITS, "bin", "idx"}
+COLUMNS = "columns"  # key that only datasets with columns have
 
 
 def meta_path(prefix: str | os.PathLike[str]) -> Path:
@@ -81,7 +83,7 @@ def meta_path(prefix: str | os.PathLike[str]) -> Path:
 
 def check_metadata(metadata: Mapping[str, Any]) -> None:
     """Raise ValueError, before hours of work, if the meta file cannot contain the metadata."""
-    taken = sorted(OWN_KEYS & metadata.keys())
+    taken = sorted((OWN_KEYS | {COLUMNS}) & metadata.keys())
     if taken:
         raise ValueError(f"metadata has the keys {taken}, which the builder sets; rename them")
     try:
@@ -96,7 +98,7 @@ def check_metadata(metadata: Mapping[str, Any]) -> None:
 
 def own_metadata(meta: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries that the builder's ``metadata`` added to a meta file."""
-    return {key: value for key, value in meta.items() if key not in OWN_KEYS}
+    return {key: value for key, value in meta.items() if key not in {*OWN_KEYS, COLUMNS}}
 
 
 def common_metadata(metas: Iterable[Mapping[str, Any] | None]) -> dict[str, Any]:
@@ -176,13 +178,15 @@ def stretch_checksum(
 
 
 def has_its_checksums(prefix: str | os.PathLike[str]) -> bool:
-    """Return whether .idx and .bin have the sizes and checksums in the meta file; False without
-    one. Raises FormatError if the meta file is damaged."""
+    """Return whether .idx, .bin and columns have the sizes and checksums in the meta file; False
+    without one. Raises FormatError if the meta file is damaged, and OSError for missing files."""
     meta = read_meta(prefix)
     if meta is None:
         return False
     idx = Checksum(meta["idx"]["bytes"], meta["idx"]["xxh3_128"])
-    for suffix, stretches in ((".idx", [idx]), (".bin", bin_checksums(meta))):
+    files = {".idx": [idx], ".bin": bin_checksums(meta)}
+    files |= {f".{name}.col": stretches_of(entry) for name, entry in meta.get(COLUMNS, {}).items()}
+    for suffix, stretches in files.items():
         with open_regular(path_of(prefix, suffix)) as file:
             num_bytes = file_identity(file).num_bytes
             if num_bytes != sum(size for size, _ in stretches) or any(
@@ -229,7 +233,12 @@ def sampled_checksum(num_bytes: int, read: Callable[[int, int], bytes]) -> str:
 
 def bin_checksums(meta: Mapping[str, Any]) -> list[Checksum]:
     """Return the checksums of the stretches of .bin."""
-    lines = [line.split() for line in meta["bin"]["xxh3_128"]]
+    return stretches_of(meta["bin"])
+
+
+def stretches_of(entry: Mapping[str, Any]) -> list[Checksum]:
+    """Return the checksums in the entry of .bin or of a column."""
+    lines = [line.split() for line in entry["xxh3_128"]]
     return [Checksum(int(size), digest) for size, digest in lines]
 
 
@@ -267,6 +276,10 @@ def _is_complete(content: dict[str, Any]) -> bool:
             and sum(sizes) == content["bin"]["bytes"]
             and _is_count(idx["bytes"])
             and isinstance(idx["xxh3_128"], str)
+            and all(
+                sum(size for size, _ in stretches_of(entry)) == entry["bytes"]
+                for entry in content.get(COLUMNS, {}).values()
+            )
         )
     except (AttributeError, KeyError, TypeError, ValueError):
         return False

@@ -1,7 +1,7 @@
 """Repair a damaged .idx, as far as the other files prove its content.
 
 The new .idx gets its name when it is complete; the old one is kept as ``<prefix>.idx.orig``. Tokens
-are never changed; .bin is at most truncated, and only on request.
+and columns are never changed; they are at most truncated or dropped, and only on request.
 
     repair("corpus")
     # -> a sentence per change, such as "recomputed the pointers of 3 sequences"; [] for a valid
@@ -11,8 +11,10 @@ are never changed; .bin is at most truncated, and only on request.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import struct
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,18 +23,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapack.errors import FormatError
+from megapack.storage.columns import ColumnEntry, ColumnWriter, column_entries, column_path
 from megapack.storage.files import (
+    BLOCK,
     AtomicFile,
     atomic_write,
     file_identity,
     open_regular,
     publish,
+    read_array_blocks,
     target_of,
 )
 from megapack.storage.index_file import DTYPE_OF_CODE, HEADER_BYTES, MAGIC, path_of, prefix_of
 from megapack.storage.index_writer import ArrayLayout, DatasetContent, publish_dataset, write_index
 from megapack.storage.locks import WriterLock
-from megapack.storage.metadata import TokenFacts, file_checksum, own_metadata, read_meta
+from megapack.storage.metadata import (
+    COLUMNS,
+    TokenFacts,
+    file_checksum,
+    meta_path,
+    own_metadata,
+    read_meta,
+)
 from megapack.storage.survey import Survey, survey
 from megapack.storage.tokens import scan_tokens
 
@@ -53,6 +65,7 @@ def repair(
     *,
     drop_truncated: bool = False,
     drop_trailing: bool = False,
+    drop_columns: bool = False,
     one_document_per_sequence: bool = False,
     dry_run: bool = False,
 ) -> list[str]:
@@ -66,7 +79,9 @@ def repair(
     Args:
         prefix: the dataset's prefix, with or without ``.idx``.
         drop_truncated: if .bin is too short, keep the documents that are complete.
-        drop_trailing: remove bytes of .bin that belong to no sequence.
+        drop_trailing: remove bytes of .bin that belong to no sequence, and bytes of columns that
+            belong to no token.
+        drop_columns: remove columns whose file is missing or too short.
         one_document_per_sequence: if document indices are invalid, make each sequence a document.
         dry_run: change nothing.
 
@@ -88,8 +103,14 @@ def repair(
         else:
             index = _repair_index(facts, one_document_per_sequence, done)
         index, cut = _fit(index, bin_path, drop_truncated, drop_trailing, done)
+        notes: list[str] = []
+        meta = _meta_of(prefix, notes)
+        columns = column_entries(meta, meta_path(prefix))
+        options = {"drop_trailing": drop_trailing, "drop_columns": drop_columns}
+        kept = _fit_columns(prefix, columns, index, done, **options)
         if done and not dry_run:
-            _replace(prefix, index, cut, done)
+            done += notes
+            _replace(prefix, index, cut, meta, kept)
     return done
 
 
@@ -219,10 +240,49 @@ def _whole(index: _Index, num_bytes: int) -> tuple[int, int]:
     return documents, int(ends[documents - 1]) if documents else 0
 
 
-def _replace(prefix: str, index: _Index, cut: int | None, done: list[str]) -> None:
+def _fit_columns(
+    prefix: str,
+    columns: Mapping[str, ColumnEntry],
+    index: _Index,
+    done: list[str],
+    *,
+    drop_trailing: bool,
+    drop_columns: bool,
+) -> dict[str, ColumnEntry]:
+    """Return the columns that have a row for each token of the index."""
+    kept = {}
+    for name, entry in columns.items():
+        path = column_path(prefix, name)
+        size = path.stat().st_size if path.exists() else 0
+        needed = index.layout.num_tokens * entry.spec.row_bytes
+        if not path.exists() or size < needed:
+            if not drop_columns:
+                raise FormatError(
+                    f"{path} has {size} of {needed} bytes: restore it from a copy, or pass "
+                    f"drop_columns (--drop-columns) to remove the column"
+                )
+            done.append(f"removed column {name}, whose file has {size} of {needed} bytes")
+            continue
+        if size > needed:
+            if size > entry.bytes and not drop_trailing:
+                raise FormatError(
+                    f"{path} has {size - entry.bytes} bytes after its last row; pass drop_trailing "
+                    "(--drop-trailing) to remove them"
+                )
+            done.append(f"removed {size - needed} bytes of column {name} that belong to no token")
+        kept[name] = entry
+    return kept
+
+
+def _replace(
+    prefix: str,
+    index: _Index,
+    cut: int | None,
+    meta: Mapping[str, Any] | None,
+    columns: Mapping[str, ColumnEntry],
+) -> None:
     idx_path, bin_path = path_of(prefix, ".idx"), path_of(prefix, ".bin")
     dtype, layout = index
-    meta = _meta_of(prefix, done)
     _keep_original(idx_path)
     multimodal = layout.modes is not None
     if meta is None:
@@ -232,17 +292,43 @@ def _replace(prefix: str, index: _Index, cut: int | None, done: list[str]) -> No
         # The recorded facts stay valid if neither the size of .bin nor the dtype changed.
         is_known = meta["bin"]["bytes"] == index.num_bytes and meta["dtype"] == dtype.name
         scan = partial(scan_tokens, bin_path, dtype, layout.num_tokens)
-        content = DatasetContent(
-            dtype=dtype,
-            layouts=[layout],
-            tokens=TokenFacts.of_meta(meta) if is_known else scan(),
-            vocab_size=meta["vocab_size"],
-            metadata=own_metadata(meta),
-            multimodal=multimodal,
-        )
-        publish_dataset(prefix, content, None)
+        with contextlib.ExitStack() as unpublished:
+            entries: dict[str, Any] = {}
+            files = []
+            for name, entry in columns.items():
+                path, num_bytes = (
+                    column_path(prefix, name),
+                    layout.num_tokens * entry.spec.row_bytes,
+                )
+                if path.stat().st_size == num_bytes == entry.bytes:
+                    entries[name] = meta[COLUMNS][name]
+                    continue
+                writer = ColumnWriter(prefix, name, entry.spec)
+                unpublished.callback(writer.target.discard)
+                _copy_rows(writer, path, layout.num_tokens)
+                entries[name] = writer.finish()
+                files.append(writer.target)
+            content = DatasetContent(
+                dtype=dtype,
+                layouts=[layout],
+                tokens=TokenFacts.of_meta(meta) if is_known else scan(),
+                vocab_size=meta["vocab_size"],
+                metadata=own_metadata(meta),
+                multimodal=multimodal,
+                columns=entries,
+            )
+            publish_dataset(prefix, content, None, columns=files)
     if cut is not None:
         os.truncate(bin_path, cut)
+
+
+def _copy_rows(writer: ColumnWriter, path: Path, num_rows: int) -> None:
+    with open_regular(path) as file:
+        width = math.prod(writer.spec.shape)
+        block_size = width * max(1, BLOCK // width)
+        numbers = writer.spec.numpy_dtype, num_rows * width
+        for block in read_array_blocks(file, *numbers, block_size):
+            writer.append(block.reshape(-1, *writer.spec.shape))
 
 
 def _meta_of(prefix: str, done: list[str]) -> dict[str, Any] | None:

@@ -23,9 +23,10 @@ from numpy.typing import NDArray
 
 from megapack import _core
 from megapack.errors import ConfigError, DataError, FormatError
-from megapack.storage.files import AtomicFile, open_regular, read_array_blocks
+from megapack.storage.columns import ColumnWriter, column_entries, column_path
+from megapack.storage.files import AtomicFile, file_identity, open_regular, read_array_blocks
 from megapack.storage.index_file import IndexFile, Tokens, dtype_of_code, path_of, prefix_of
-from megapack.storage.metadata import Checksum, TokenFacts, matching_meta
+from megapack.storage.metadata import Checksum, TokenFacts, matching_meta, meta_path, read_meta
 from megapack.storage.survey import survey
 
 BUFFER_BYTES = 1 << 19  # small enough to stay in the CPU cache between check, conversion and write
@@ -207,6 +208,7 @@ class InputDataset:
         self.meta = matching_meta(self.prefix, self.dtype.name, self.layout.header, self.num_tokens)
         # Facts about .bin; None if no meta file matches the .idx.
         self.facts = None if self.meta is None else TokenFacts.of_meta(self.meta)
+        self.columns = column_entries(self.meta, meta_path(self.prefix))
 
     @property
     def holds_weights(self) -> bool:
@@ -216,7 +218,24 @@ class InputDataset:
     def open_tokens(self) -> io.FileIO:
         """Open the .bin. Raises FormatError if the dataset was replaced after its index was
         read."""
-        file = open_regular(self.bin_path)
+        return self._open(self.bin_path)
+
+    def copy_column(self, writer: ColumnWriter) -> None:
+        """Append the dataset's column of the writer's name and type; the kernel copies it. Raises
+        FormatError if its size is wrong, or if it was replaced after the index was read."""
+        entry = self.columns[writer.name]
+        with self._open(column_path(self.prefix, writer.name)) as file:
+            num_bytes = file_identity(file).num_bytes
+            if num_bytes != entry.bytes:
+                raise FormatError(
+                    f"{file.name} has {num_bytes} bytes, not {entry.bytes}: restore it"
+                )
+            if read_meta(self.prefix) != self.meta:
+                raise FormatError(f"{self.prefix} was changed while it was read; start again")
+            writer.append_file(file, entry.checksums)
+
+    def _open(self, path: Path) -> io.FileIO:
+        file = open_regular(path)
         if not self.layout.has_its_name():
             file.close()
             raise FormatError(f"{self.prefix} was replaced while it was read; start again")

@@ -14,12 +14,13 @@ A .bin with two bytes after the last sequence of the .idx::
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import xxhash
@@ -27,6 +28,7 @@ from numpy.typing import NDArray
 
 from megapack.errors import FormatError
 from megapack.storage.address import is_remote
+from megapack.storage.columns import ColumnEntry, column_entries, column_path
 from megapack.storage.files import file_identity, is_being_written, open_regular, temporary_files
 from megapack.storage.index_file import COMPANIONS, MAGIC, IndexFile, Tokens, path_of, prefix_of
 from megapack.storage.metadata import (
@@ -35,7 +37,9 @@ from megapack.storage.metadata import (
     difference_from_files,
     file_checksum,
     joined_range,
+    meta_path,
     read_meta,
+    stretch_checksum,
 )
 from megapack.storage.remote.client import find_object
 from megapack.storage.remote.copies import local_copy
@@ -45,8 +49,11 @@ from megapack.storage.tokens import scan_tokens
 
 __all__ = ["Finding", "find_duplicates", "has_errors", "leftovers", "verify"]
 
+Progress: TypeAlias = Callable[[int, int], None]
 RESTORE = "restore .bin from a copy or build it again"
-DATASET = rf"({'|'.join(map(re.escape, COMPANIONS))})?\.(bin|idx|meta\.json|samples)"
+DATASET = (
+    rf"({'|'.join(map(re.escape, COMPANIONS))})?\.(bin|idx|meta\.json|samples|[a-z][a-z0-9_]*\.col)"
+)
 
 
 class TokenChecks(NamedTuple):
@@ -63,7 +70,7 @@ def check_tokens(
     dtype: np.dtype[Any],
     checks: TokenChecks,
     meta: dict[str, Any] | None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> list[Finding]:
     """Read and check all tokens of a dataset with a valid index; ``meta`` is its meta file if that
     matches, else None. Needs 8 bytes of memory per document, and 8 more for each rule about begin
@@ -183,17 +190,17 @@ def verify(
     tokens: bool = True,
     vocab_size: int | None = None,
     document_end_token: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> list[Finding]:
     """Run all checks on one dataset; return all findings. The dataset is valid if none is an error.
 
     Args:
         prefix: the dataset's prefix, with or without ``.idx``.
-        tokens: also read .bin (fetch it whole if it is remote), and check its checksums, the range
-            of ids, and the first and last token of every document.
+        tokens: also read .bin and all columns (fetch them whole if they are remote), and check
+            their checksums, the range of ids, and the first and last token of every document.
         vocab_size: all ids must be below this; by default the meta file's value.
         document_end_token: last token of every non-empty document; by default the meta file's.
-        progress: called with (bytes read, all bytes) of .bin.
+        progress: called with (bytes read, all bytes) of .bin and columns.
 
     Raises:
         OSError: a file exists but cannot be read.
@@ -226,8 +233,11 @@ def verify(
     findings += facts.findings()
     meta, stale = _meta(prefix, facts)
     findings += stale
+    findings += check_column_files(prefix, meta)
+    columns = _column_entries(prefix, meta)
     dtype = facts.declared_dtype
-    if tokens and dtype is not None and not has_errors(findings):
+    is_readable = not has_errors(each for each in findings if each.code != "column")
+    if tokens and dtype is not None and is_readable:
         recorded = meta or {}
         if document_end_token is None:
             document_end_token = recorded.get("document_end_token")
@@ -237,8 +247,100 @@ def verify(
             document_begin_token=recorded.get("document_begin_token"),
             document_end_token=document_end_token,
         )
-        findings += check_tokens(prefix, dtype, checks, meta, progress)
+        num_column_bytes = sum(entry.bytes for entry in columns.values())
+        findings += check_tokens(
+            prefix, dtype, checks, meta, _with_total(progress, 0, num_column_bytes)
+        )
+        report = _with_total(progress, facts.num_tokens * dtype.itemsize, 0)
+        findings += check_column_bytes(prefix, columns, dtype.itemsize, report)
     return findings
+
+
+def _with_total(progress: Progress | None, before: int, after: int) -> Progress | None:
+    """Return a ``progress`` for a part of the work, with bytes before and after it."""
+    if progress is None:
+        return None
+    return lambda done, total: progress(before + done, before + total + after)
+
+
+# ---- Columns -------------------------------------------------------------------------------------
+
+
+def _column_entries(prefix: str, meta: dict[str, Any] | None) -> dict[str, ColumnEntry]:
+    """Return the columns that exist with the size in the meta file; see ``check_column_files``."""
+    try:
+        entries = column_entries(meta, meta_path(prefix))
+    except FormatError:
+        return {}
+    sizes = {name: _size(column_path(prefix, name)) for name in entries}
+    return {name: entry for name, entry in entries.items() if sizes[name] == entry.bytes}
+
+
+def check_column_files(prefix: str, meta: dict[str, Any] | None) -> Iterator[Finding]:
+    """Yield findings about damaged entries of columns, and about missing, short, long and unlisted
+    .col files."""
+    try:
+        entries = column_entries(meta, meta_path(prefix))
+    except FormatError as error:
+        yield Finding("error", "column", str(error))
+        return
+    for name, entry in entries.items():
+        path = column_path(prefix, name)
+        num_bytes = _size(path)
+        text = f"{path} has {num_bytes} bytes; the meta file says {entry.bytes}"
+        if num_bytes is None:
+            text = f"{path} does not exist, but the meta file lists column {name}"
+        if num_bytes != entry.bytes:
+            option = "--drop-trailing" if (num_bytes or 0) > entry.bytes else "--drop-columns"
+            yield Finding("error", "column", text, f"{REPAIR} {option}, or restore it from a copy")
+    folder, base = Path(prefix).parent, Path(prefix).name
+    for path in sorted(folder.glob(f"{glob.escape(base)}.*.col")):
+        name = path.name[len(base) + 1 : -len(".col")]
+        if meta is not None and name not in entries and "." not in name:
+            text = f"{path} is not a column of the dataset: {meta_path(base)} does not list it"
+            yield Finding("note", "unlisted-column", text, "delete it, or add it again")
+
+
+def _size(path: Path) -> int | None:
+    try:
+        with open_regular(path) as file:
+            return file_identity(file).num_bytes
+    except (FileNotFoundError, FormatError):
+        return None
+
+
+def check_column_bytes(
+    prefix: str, columns: Mapping[str, ColumnEntry], token_bytes: int, progress: Progress | None
+) -> Iterator[Finding]:
+    """Read all columns; yield a finding for each that does not have its checksums."""
+    total = sum(entry.bytes for entry in columns.values())
+    done = 0
+
+    def report() -> None:
+        nonlocal done
+        done += 1 << 20
+        if progress is not None:
+            progress(min(done, total), total)
+
+    for name, entry in columns.items():
+        damaged: list[tuple[int, int]] = []
+        begin = 0
+        with open_regular(column_path(prefix, name)) as file:
+            for num_bytes, expected in entry.checksums:
+                if stretch_checksum(file, num_bytes, report) != expected:
+                    damaged.append((begin, begin + num_bytes))
+                begin += num_bytes
+        if damaged:
+            offsets = IndexFile(path_of(prefix, ".idx")).document_offsets(token_bytes)
+            rows = np.array([damaged[0][0], damaged[0][1] - 1]) // entry.spec.row_bytes
+            first, last = np.searchsorted(offsets, rows, side="right") - 1
+            also = f" (and {len(damaged) - 1} more)" if damaged[1:] else ""
+            text = (
+                f"bytes {damaged[0][0]} to {damaged[0][1]} of {column_path(prefix, name)} "
+                f"(documents {first} to {last}) do not have the checksum of the meta file{also}"
+            )
+            remedy = "restore it from a copy, or write the column again"
+            yield Finding("error", "column-checksum", text, remedy)
 
 
 def _of_address(finding: Finding, files: str, prefix: str) -> Finding:

@@ -26,7 +26,7 @@ from megapack.errors import FormatError, MegapackWarning
 from megapack.packing import SampleIndex
 from megapack.packing.sharded import load_shards
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder, read_document_lengths
-from megapack.storage.metadata import PROMISES
+from megapack.storage.metadata import BOUNDARY_TOKENS
 from megapack.storage.remote.client import find_object, put_object, remove_object
 from megapack.storage.remote.copies import local_copy, local_output, upload_dataset
 from megapack.storage.remote.reader import fetch_file
@@ -212,7 +212,7 @@ def test_many_datasets_make_a_source(
     assert not leftovers(tmp_path)
 
 
-@pytest.mark.parametrize("fact", PROMISES)
+@pytest.mark.parametrize("fact", BOUNDARY_TOKENS)
 def test_different_document_tokens_are_reported(
     line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str], fact: str
 ) -> None:

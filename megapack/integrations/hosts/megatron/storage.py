@@ -162,7 +162,7 @@ class IndexedDatasetBuilder(storage.IndexedDatasetBuilder, stock.IndexedDatasetB
         """Mode of every sequence so far (a copy); None without modes."""
         return _as_list(self._log.layout().mode_blocks()) if self.multimodal else None
 
-    def add_documents(
+    def add_documents(  # type: ignore[override]  # megatron-core's signature
         self,
         documents: Any,
         modes: Sequence[int] | None = None,
