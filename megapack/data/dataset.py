@@ -383,8 +383,9 @@ class PackedDataset(Dataset[Batch]):
             first_document=first,
             fim_longest=-1 if self.samples.fim is None else index.fim_longest,
         )
-        self.remote_reads.add(shard, dataset, labels, weights)
-        self._remote_labels.add(shard, labels, weights)
+        other = [each.tokens for each in (labels, weights) if each is not None]
+        self.remote_reads.add(shard, [dataset.tokens, *other])
+        self._remote_labels.add(shard, other)
         return dataset
 
 
