@@ -96,9 +96,10 @@ def local_output(
 
     For an address, unless ``overwrite``, first copy the existing .idx and meta file and create .bin
     and columns of zeros of the same sizes, so that the block detects an equal or a different
-    dataset as it does locally. After the block, upload every new dataset and the manifest of a build; readers
-    find each dataset complete or not at all. If the block or the upload fails, the files stay in
-    the cache for the next run. Another process of this node with the same output waits.
+    dataset as it does locally. After the block, upload every new dataset and the manifest of a
+    build; readers find each dataset complete or not at all. If the block or the upload fails, the
+    files stay in the cache for the next run. Another process of this node with the same output
+    waits.
 
     ``outputs`` are the prefixes of all datasets that the block writes; by default ``prefix``.
     Raises the errors of ``open_remote_pair`` and ``upload_dataset``.
