@@ -43,7 +43,6 @@ from megapack.storage.index_file import (
 )
 from megapack.storage.metadata import (
     difference_from_files,
-    meta_path,
     read_meta,
     sampled_checksum,
 )
@@ -284,7 +283,7 @@ class IndexedDataset:
         """Columns by name, in alphabetical order; empty without a meta file. Raises FormatError if
         the meta file or a .col is damaged, missing or was replaced; for a remote dataset, also the
         errors of ``RemoteObject.read``."""
-        entries = column_entries(self.meta, meta_path(self.prefix))
+        entries = column_entries(self.meta, f"{self.prefix}.meta.json")
         if self._pair is not None:
             return self._pair.open_columns(entries)
         columns = {name: open_column(self._files, name, e) for name, e in entries.items()}

@@ -114,7 +114,7 @@ def write_checksums(prefix: str, path: str | os.PathLike[str]) -> None:
     columns = column_entries(meta, meta_path(prefix))
     if meta is not None and not has_its_checksums(prefix):
         raise FormatError(
-            f"{prefix}: .bin, .idx or a column does not have the checksums of the meta file; run "
+            f"{prefix}: .bin, .idx or columns do not have the checksums of the meta file; run "
             "`megapack-build verify` for the details"
         )
     files = {}

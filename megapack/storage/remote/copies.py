@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from megapack.errors import MegapackError
+from megapack.errors import FormatError, MegapackError
 from megapack.storage.address import is_remote, split_address
 from megapack.storage.columns import column_entries
 from megapack.storage.index_file import path_of, prefix_of
@@ -31,7 +31,7 @@ from megapack.storage.remote.checksums import (
     write_checksums,
 )
 from megapack.storage.remote.client import RemoteObject, find_object, put_object, remove_object
-from megapack.storage.remote.reader import RemotePair, exists, open_remote_pair
+from megapack.storage.remote.reader import RemotePair, exists, fetch_file, open_remote_pair
 
 _CHECKED_BLOCKS = 256  # number of blocks to read and check at a time
 
@@ -202,8 +202,12 @@ def upload_dataset(prefix: str, address: str) -> None:
     with tempfile.TemporaryDirectory(prefix="megapack-") as folder:
         sums = Path(folder) / SUFFIX
         write_checksums(prefix, sums)
+        large = DatasetChecksums.read(sums).blocks.keys()
+        stale = _columns_at(address) - large
         remove_object(f"{address}.idx")
-        for suffix in DatasetChecksums.read(sums).blocks:
+        for suffix in stale:
+            remove_object(f"{address}{suffix}")
+        for suffix in large:
             put_object(f"{address}{suffix}", path_of(prefix, suffix))
         meta = path_of(prefix, ".meta.json")
         if meta.exists():
@@ -212,3 +216,12 @@ def upload_dataset(prefix: str, address: str) -> None:
             remove_object(f"{address}.meta.json")  # it belongs to the old dataset
         put_object(f"{address}{SUFFIX}", sums)
         put_object(f"{address}.idx", path_of(prefix, ".idx"))
+
+
+def _columns_at(address: str) -> set[str]:
+    """Return the suffixes of the columns of the dataset at an address, if its meta file is
+    sound."""
+    with contextlib.suppress(FileNotFoundError, FormatError):
+        meta = str(fetch_file(f"{address}.meta.json")).removesuffix(".meta.json")
+        return {f".{name}.col" for name in column_entries(read_meta(meta), meta)}
+    return set()
