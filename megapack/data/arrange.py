@@ -151,7 +151,7 @@ class SourceReader:
             if each is not None:
                 arrays[name] = each.tokens
         self._arrays[shard] = arrays
-        self.data.remote_reads.add(shard, arrays.values())
+        self.data.remote_reads.add(shard, *arrays.values())
 
 
 def _positions(begins: Ids, lengths: Ids) -> Ids:

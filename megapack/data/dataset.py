@@ -402,9 +402,9 @@ class PackedDataset(Dataset[Batch]):
             first_document=first,
             fim_longest=-1 if self.samples.fim is None else index.fim_longest,
         )
-        other = [each.tokens for each in (labels, weights) if each is not None]
-        self.remote_reads.add(shard, [dataset.tokens, *other])
-        self._remote_labels.add(shard, other)
+        of_labels = [file.tokens for file in (labels, weights) if file is not None]
+        self.remote_reads.add(shard, dataset.tokens, *of_labels)
+        self._remote_labels.add(shard, *of_labels)
         return dataset
 
 

@@ -389,8 +389,8 @@ class RemoteReads:
         self._gatherer, self._open_for, self._expected = gatherer, open_for, expected
         self._rows: dict[int, list[RemoteRows]] = {}  # by shard
 
-    def add(self, shard: int, arrays: Iterable[Any]) -> None:
-        """Register what is read of a shard: arrays of its tokens, labels, weights and columns."""
+    def add(self, shard: int, *arrays: Any) -> None:
+        """Register the arrays of a shard that was opened: tokens, labels, weights, columns."""
         remote = [array for array in arrays if isinstance(array, RemoteRows)]
         if remote:
             self._rows[shard] = remote
