@@ -16,8 +16,9 @@ from object_store import Line
 from programs import PYTHON, ended
 
 from megapack.cli.main import main
-from megapack.errors import FormatError
+from megapack.errors import ConfigError, FormatError
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
+from megapack.storage.column_edits import add_column, remove_column
 from megapack.storage.columns import ColumnSpec
 from megapack.storage.remote import cache as remote_cache
 from megapack.storage.remote.checksums import BLOCK_BYTES, SUFFIX, DatasetChecksums
@@ -227,6 +228,27 @@ def test_upload_copies_columns(line: Line, tmp_path: Path) -> None:
     main(["upload", str(tmp_path / "docs"), folder])
     assert find_object(f"{folder}/docs.advantages.col") is None
     assert find_object(f"{folder}/docs.wide.col") is not None
+
+
+def test_columns_are_added_to_a_local_copy(line: Line, tmp_path: Path) -> None:
+    """As the error for an address advises."""
+    prefix = tmp_path / "docs"
+    near, _ = near_and_far(prefix, ["mask"])
+    address, spec = address_of(prefix), SPECS["advantages"]
+    values = np.arange(near.num_tokens, dtype=np.float32)
+    with pytest.raises(ConfigError, match=f"merge {address} --output LOCAL`\\), then `.* upload`"):
+        add_column(address, "advantages", values, spec)
+    with pytest.raises(ConfigError, match="is an address; columns are added and removed locally"):
+        remove_column(address, "mask")
+    copy = tmp_path / "copy" / "docs"
+    copy.parent.mkdir()
+    main(["merge", address, "--output", str(copy)])
+    add_column(copy, "advantages", values, spec)
+    upload_dataset(str(copy), address)
+    far = IndexedDataset(address)
+    assert np.asarray(far.columns["advantages"].rows).tolist() == values.tolist()
+    assert far.columns["mask"].rows[:].tobytes() == near.columns["mask"].rows.tobytes()
+    assert far.tokens[:].tobytes() == near.tokens.tobytes()
 
 
 SUMS = """
