@@ -351,6 +351,32 @@ class Gatherer {
         return {to_numpy(std::move(shard)), to_numpy(std::move(begin)), to_numpy(std::move(end))};
     }
 
+    // Returns the segments of samples in order: position of the sample, shard, first token, tokens,
+    // and 1 if the document continues after the segment.
+    std::tuple<Numbers64, Numbers64, Numbers64, Numbers64, Numbers64> segments(
+        const Array<std::int64_t>& sample_ids) const {
+        const auto samples = view(sample_ids, "sample_ids");
+        std::vector<std::int64_t> position, shard, begin, length, continues;
+        unlocked([&] {
+            const std::vector<SampleRef> located = locate_samples(runs_, samples);
+            std::vector<Segment> segments;
+            for (std::size_t i = 0; i < located.size(); ++i) {
+                segments.clear();
+                read_segments(shards_[located[i].shard], located[i], segments);
+                for (const Segment& segment : segments) {
+                    position.push_back(static_cast<std::int64_t>(i));
+                    shard.push_back(located[i].shard);
+                    begin.push_back(segment.token_begin);
+                    length.push_back(segment.length);
+                    continues.push_back(segment.ends_document ? 0 : 1);
+                }
+            }
+        });
+        return {to_numpy(std::move(position)), to_numpy(std::move(shard)),
+                to_numpy(std::move(begin)), to_numpy(std::move(length)),
+                to_numpy(std::move(continues))};
+    }
+
     // Applies to open shards and to those opened later.
     void disable_readahead() {
         readahead_disabled_ = true;
@@ -415,6 +441,7 @@ void register_gather(py::module_& m) {
         .def("count_labels", &Gatherer::count, py::arg("sample_ids").noconvert(), py::arg("view"))
         .def("fim_draws", &Gatherer::fim_draws, py::arg("sample_ids").noconvert(), py::arg("view"))
         .def("token_ranges", &Gatherer::token_ranges, py::arg("sample_ids").noconvert())
+        .def("segments", &Gatherer::segments, py::arg("sample_ids").noconvert())
         .def("read_ahead", &Gatherer::read_ahead, py::arg("sample_ids").noconvert())
         .def("disable_readahead", &Gatherer::disable_readahead);
 }

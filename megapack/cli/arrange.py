@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=byte_count,
         default=1 << 30,
         metavar="SIZE",
-        help="approximate size of the tokens of one shard on disk (default: 1G)",
+        help="approximate size of the tokens and columns of one shard on disk (default: 1G)",
     )
     add_shared(parser, "--json")
     add_sharing(parser)

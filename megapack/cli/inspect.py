@@ -37,7 +37,7 @@ from megapack.cli.column import describe_column
 from megapack.cli.datasets import named_files
 from megapack.cli.output import Screen, note, print_result, print_table
 from megapack.cli.pack import describe_shards, print_composition, print_shards
-from megapack.config import check_range
+from megapack.config import check_range, to_dict
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex
 from megapack.packing.sample_index import IDX_CHECKSUMS
@@ -454,7 +454,7 @@ def _describe_source(index: ShardedIndex, *, each: bool) -> dict[str, Any]:
     facts = describe_shards(index)
     facts |= {"strategy": index.strategy, "parameters": index.parameters, "seed": index.seed}
     facts["arranged"] = None if index.arranged is None else vars(index.arranged)
-    return facts | ({"shards": [vars(shard) for shard in index.shards]} if each else {})
+    return facts | ({"shards": [to_dict(shard) for shard in index.shards]} if each else {})
 
 
 def describe_dataset(dataset: IndexedDataset) -> dict[str, Any]:

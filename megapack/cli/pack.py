@@ -119,6 +119,7 @@ _SHARD_COLUMNS: dict[str, Any] = {
     "type": lambda shard: shard.dtype,
     "labels": lambda shard: "yes" if shard.labels else "",
     "weights": lambda shard: "yes" if shard.weights else "",
+    "columns": lambda shard: ", ".join(shard.columns),
 }
 
 
@@ -133,6 +134,7 @@ def describe_shards(index: ShardedIndex) -> dict[str, Any]:
         "bucket_capacity": index.bucket_capacity.tolist(),
         "samples_per_bucket": np.diff(index.bucket_sample_offsets).tolist(),
         "fingerprint": index.fingerprint,
+        **({"columns": list(index.columns)} if index.columns else {}),
     }
 
 
@@ -160,6 +162,10 @@ def print_shards(index: ShardedIndex, remark: str = "", *, each: bool = False) -
         f"{count(index.num_documents)} documents, {count(index.num_tokens)} tokens -> "
         f"{count(index.num_samples)} samples"
     )
+    for name, spec in index.columns.items():
+        lacking = sum(name not in shard.columns for shard in index.shards)
+        remark = f", missing in {counted(lacking, 'dataset')}" if lacking else ""
+        print(f"column {name}: {spec.dtype} {list(spec.shape)} of {spec.of}{remark}")
     if index.arranged is not None:
         print(f"arranged in the order of seed {index.arranged.seed}")
     without_meta = sum(shard.max_token_id is None for shard in index.shards)

@@ -4,11 +4,11 @@
   megapack-build upload shards/*.idx gs://bucket/folder
   megapack-build upload web.shards.json s3://bucket/folder
 
-Files keep their names. A dataset is copied with its .samples, labels, loss weights and groups, if
-they exist; a .samples file of another name must be named itself. A file with checksums of blocks is
-added, with which readers check what they receive. The .idx is copied last, so a reader finds either
-the whole dataset or none. A shard manifest is copied after all its shards, and its folder keeps its
-layout.
+Files keep their names. A dataset is copied with its columns, .samples, labels, loss weights and
+groups, if they exist; a .samples file of another name must be named itself. A file with checksums
+of blocks is added, with which readers check what they receive. The .idx is copied last, so a reader
+finds either the whole dataset or none. A shard manifest is copied after all its shards, and its
+folder keeps its layout.
 """
 
 from __future__ import annotations

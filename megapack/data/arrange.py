@@ -1,11 +1,15 @@
 """Rewrite a source so that its tokens are stored in the order of the draws.
 
+- ``plan_arrangement``, ``arrange``: write the shards of an arranged source and its manifest
+- ``SourceReader``: reads samples as documents, with everything that is stored for their tokens
+
 The samples of every bucket are put in one random order, which the n shards split evenly: shard s
 gets the s-th part of every bucket. In a shard every segment is a document, so a run that draws the
 samples in this order reads every bucket sequentially. If a segment ends inside its document, the
-next token is stored, too: it is the label of the segment's last token. Tokens and labels of a
-sample are the same as in the source. The numbers of documents and samples change, and a segment
-loses its position in the document (positions: document is refused).
+next token is stored, too: it is the label of the segment's last token. Labels, loss weights and
+columns are copied with their tokens, so a sample is the same as in the source. The numbers of
+documents and samples change, and a segment loses its position in the document (positions: document
+is refused).
 
 A shard is a function of source, seed and number of shards, and is either complete or absent. So a
 build can resume on any number of processes and machines.
@@ -20,18 +24,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from megapack import _core
-from megapack.data.dataset import PackedDataset
+from megapack.data.dataset import PackedDataset, Segments
 from megapack.data.documents import ShardedDocuments
-from megapack.data.sources import segments_of
 from megapack.data.steps import fold_key
 from megapack.errors import ConfigError
 from megapack.executors import Counted, Report, run_shards
@@ -54,6 +58,7 @@ from megapack.storage.files import check_target
 from megapack.storage.index_file import LABELS, WEIGHTS
 from megapack.storage.locks import is_own_folder, make_own_folder
 from megapack.storage.metadata import BOUNDARY_TOKENS, read_meta
+from megapack.storage.remote.reader import RemoteRows
 
 # ---- Samples as documents: one per segment, with the next token of the original document
 
@@ -71,46 +76,93 @@ class Pieces(NamedTuple):
     """(samples,) documents per sample."""
 
 
-def cut_pieces(
-    data: PackedDataset, chosen: PackedDataset | None, capacity: int, ids: Ids
-) -> tuple[Pieces, Ids, Ids | None, NDArray[np.float32] | None]:
-    """Return samples of one capacity as documents, with tokens, labels and loss weights.
+class RowType(NamedTuple):
+    """Type of what is stored for each token, and the row of a shard that does not store it."""
 
-    Labels and weights are those of ``chosen``, not shifted; None without it.
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    missing: Any
+    """None: the token itself."""
+
+
+class SourceReader:
+    """Reads samples of a source with everything that its shards store for their tokens.
+
+    Attributes:
+        data: the source.
+        types: by name: "" for tokens, ``.labels``, ``.weights`` (bits of float16) and columns.
     """
-    shards, owners, parts = data.samples.shards, [], []
-    for shard, positions, local in shards.by_shard(ids):
-        segments, owner = segments_of(shards.index(shard), local)
-        owners.append(positions[owner])
-        parts.append(np.asarray(shards.index(shard).segment_length[segments], np.int64))
-    order = np.argsort(np.concatenate(owners), kind="stable")
-    owner, lengths = np.concatenate(owners)[order], np.concatenate(parts)[order]
-    counts = np.bincount(owner, minlength=len(ids))
-    used = np.bincount(owner, lengths, len(ids)).astype(np.int64)
-    begin_in_sample = np.cumsum(lengths) - lengths - (np.cumsum(used) - used)[owner]
-    begins = owner * capacity + begin_in_sample
-    batch = data.micro_batch(ids, capacity=capacity)
-    # The label of a segment's last token is the next token of its document, if there is one.
-    following = batch["labels"].numpy()[0, begins + lengths - 1]
-    has_next = following >= 0
-    offsets = np.concatenate([[0], np.cumsum(lengths + has_next)])
-    indices = np.repeat(begins - offsets[:-1], lengths + has_next) + np.arange(offsets[-1])
-    tokens = np.append(batch["tokens"].numpy()[0], 0)[indices]
-    tokens[offsets[1:][has_next] - 1] = following[has_next]
-    pieces = Pieces(offsets, lengths, counts)
-    if chosen is None:
-        return pieces, tokens, None, None
-    shifted = chosen.micro_batch(ids, capacity=capacity)
-    labels = np.concatenate([[-100], shifted["labels"].numpy()[0]])[indices]
-    weights = np.concatenate([[0], shifted["loss_mask"].numpy()[0]])[indices]
-    # No token of the sample predicts the first token of a segment.
-    labels[offsets[:-1]], weights[offsets[:-1]] = -100, 0
-    return pieces, tokens, labels, weights
+
+    def __init__(self, source: ShardedIndex) -> None:
+        self.data = PackedDataset(None, source, label_dataset=None, weight_dataset=None)
+        self._documents = ShardedDocuments(source, with_labels=True)
+        self._arrays: dict[int, dict[str, Any]] = {}
+        self.types = {"": RowType(self.data.datasets[0].dtype, (), None)}
+        if self._documents.has_labels:
+            self.types[LABELS] = RowType(np.dtype(np.int32), (), None)
+        if self._documents.weights_identity is not None:
+            self.types[WEIGHTS] = RowType(np.dtype(np.uint16), (), np.float16(1).view(np.uint16))
+        for name, spec in source.columns.items():
+            missing = spec.fill_row.view(spec.numpy_dtype).reshape(spec.shape)
+            self.types[name] = RowType(spec.numpy_dtype, spec.shape, missing)
+
+    def read(self, ids: Ids) -> tuple[Pieces, dict[str, NDArray[Any]]]:
+        """Return samples as documents, and the rows of their tokens, (tokens, ...), by name."""
+        segments = self.data.segments(ids)
+        lengths = segments.length + segments.continues
+        pieces = Pieces(
+            np.concatenate([[0], np.cumsum(lengths)]),
+            segments.length,
+            np.bincount(segments.sample, minlength=len(ids)),
+        )
+        for shard in np.unique(segments.shard).tolist():
+            self._open(shard)
+        rows: dict[str, NDArray[Any]] = {}
+
+        def copy() -> None:
+            for name in self.types:
+                rows[name] = self._rows(name, segments, pieces.offsets)
+
+        self.data.remote_reads.read(ids, copy)
+        return pieces, rows
+
+    def _rows(self, name: str, segments: Segments, offsets: Ids) -> NDArray[Any]:
+        kind, lengths = self.types[name], np.diff(offsets)
+        rows = np.empty((int(offsets[-1]), *kind.shape), kind.dtype)
+        for shard in np.unique(segments.shard).tolist():
+            chosen = np.flatnonzero(segments.shard == shard)
+            target = _positions(offsets[chosen], lengths[chosen])
+            array = self._arrays[shard].get(name)
+            if array is None and kind.missing is not None:
+                rows[target] = kind.missing
+                continue
+            array = self._arrays[shard][""] if array is None else array
+            array = array.mapped if isinstance(array, RemoteRows) else array
+            source = _positions(segments.begin[chosen], lengths[chosen])
+            rows[target] = np.take(array, source, axis=0)
+        return rows
+
+    def _open(self, shard: int) -> None:
+        if shard in self._arrays:
+            return
+        dataset, labels, weights = self._documents.open(shard)
+        arrays = {name: column.rows for name, column in dataset.columns.items()}
+        for name, each in (("", dataset), (LABELS, labels), (WEIGHTS, weights)):
+            if each is not None:
+                arrays[name] = each.tokens
+        self._arrays[shard] = arrays
+        self.data.remote_reads.add(shard, *arrays.values())
+
+
+def _positions(begins: Ids, lengths: Ids) -> Ids:
+    """Return the positions in ranges, concatenated."""
+    before = np.cumsum(lengths) - lengths
+    return np.repeat(begins - before, lengths) + np.arange(lengths.sum())
 
 
 BLOCK_TOKENS = 1 << 20  # of one bucket: 2 to 4 MB
 WINDOW_BLOCKS = 16
-_CHUNK_TOKENS = 1 << 22
+_CHUNK_BYTES = 1 << 25  # of the widest array
 # Facts of meta files that are wrong for the new documents, or describe the creation of the files.
 _NOT_KEPT = {"document_begin_token", "document_end_token", "plan", "command", "imported_from"}
 _ORDER = 6  # see megapack.data.steps.fold_key
@@ -145,6 +197,9 @@ class Arranger:
         prefix = self.folder / f"{index:06d}"
         samples = Path(f"{prefix}.samples")
         recipe = {**vars(self.arranged), "shard": index, "num_shards": self.num_shards}
+        if self.source.columns:
+            columns = [sorted(shard.columns.items()) for shard in self.source.shards]
+            recipe["columns"] = xxhash.xxh3_64_hexdigest(repr(columns).encode())
         if samples.exists() and IndexedDataset.exists(prefix):
             if (read_meta(prefix) or {}).get("arranged") == recipe:
                 return self._row(prefix, samples, SampleIndex.load(samples), report)
@@ -175,31 +230,19 @@ class Arranger:
         self, number: int, prefix: Path, samples: Path, recipe: dict[str, Any]
     ) -> SampleIndex:
         make_own_folder(prefix.parent)
-        data, chosen = self._data
-        documents = data.datasets[0]
-        tokens_meta, labels_meta, weights_meta = self._metadata
         all_pieces: list[Pieces] = []
         with ExitStack() as stack:
-
-            def build(
-                suffix: str, metadata: dict[str, Any], **options: Any
-            ) -> IndexedDatasetBuilder:
-                options |= {"metadata": {**metadata, "arranged": recipe}, "overwrite": True}
-                return stack.enter_context(IndexedDatasetBuilder(f"{prefix}{suffix}", **options))
-
-            like_source = {"dtype": documents.dtype, "vocab_size": documents.vocab_size}
-            has_labels = any(shard.labels for shard in self.source.shards)
-            has_weights = any(shard.weights for shard in self.source.shards)
-            builders: list[IndexedDatasetBuilder | None] = [
-                build("", tokens_meta, **like_source),
-                build(LABELS, labels_meta, allow_negative=True) if has_labels else None,
-                build(WEIGHTS, weights_meta, dtype=np.float16) if has_weights else None,
-            ]
-            for capacity, ids in self._chunks(number):
-                pieces, *columns = cut_pieces(data, chosen, capacity, ids)
-                for builder, values in zip(builders, columns, strict=True):
-                    if builder is not None:
-                        builder.add_documents(values, pieces.offsets)
+            builders = {
+                end: stack.enter_context(IndexedDatasetBuilder(f"{prefix}{end}", **options))
+                for end, options in self._builder_options(recipe).items()
+            }
+            for _, ids in self._chunks(number):
+                pieces, rows = self._reader.read(ids)
+                for end, builder in builders.items():
+                    values = rows.pop(end)
+                    values = values.view(np.float16) if end == WEIGHTS else values
+                    columns = rows if end == "" else {}
+                    builder.add_documents(values, pieces.offsets, columns=columns)
                 all_pieces.append(pieces)
         dataset = IndexedDataset(prefix)
         index = self._index(number, all_pieces, dataset)
@@ -207,12 +250,32 @@ class Arranger:
         index.save(samples, source=describe_source(dataset, prefix.name), overwrite=True)
         return index
 
+    def _builder_options(self, recipe: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        """Return the arguments of the builders by suffix: of labels, of weights, then of the tokens
+        with the columns."""
+        documents = self._reader.data.datasets[0]
+        options: dict[str, dict[str, Any]] = {
+            LABELS: {"allow_negative": True},
+            WEIGHTS: {"dtype": np.float16},
+            "": {
+                "dtype": documents.dtype,
+                "vocab_size": documents.vocab_size,
+                "columns": self.source.columns,
+            },
+        }
+        metas = dict(zip(("", LABELS, WEIGHTS), self._metadata, strict=True))
+        return {
+            end: {**more, "metadata": {**metas[end], "arranged": recipe}, "overwrite": True}
+            for end, more in options.items()
+            if end in self._reader.types
+        }
+
     @cached_property
-    def _data(self) -> tuple[PackedDataset, PackedDataset | None]:
-        """The source without labels and weights, and with them if it has some."""
-        has_more = any(shard.labels or shard.weights for shard in self.source.shards)
-        plain = PackedDataset(None, self.source, label_dataset=None, weight_dataset=None)
-        return plain, PackedDataset(None, self.source) if has_more else None
+    def _reader(self) -> SourceReader:
+        return SourceReader(self.source)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
 
     @cached_property
     def _metadata(self) -> list[dict[str, Any]]:
@@ -223,8 +286,10 @@ class Arranger:
     def _chunks(self, number: int) -> Iterator[tuple[int, Ids]]:
         """Yield (capacity, sample ids) of a shard in order, in chunks."""
         offsets = self.source.bucket_sample_offsets.tolist()
+        widest = max((spec.row_bytes for spec in self.source.columns.values()), default=0)
+        chunk_tokens = _CHUNK_BYTES // max(8, widest)
         for b, capacity in enumerate(self.source.bucket_capacity.tolist()):
-            size, step = offsets[b + 1] - offsets[b], max(1, _CHUNK_TOKENS // capacity)
+            size, step = offsets[b + 1] - offsets[b], max(1, chunk_tokens // capacity)
             key = fold_key(self.arranged.seed, _ORDER, capacity)
             end = self._num_before(size, number + 1)
             for begin in range(self._num_before(size, number), end, step):
@@ -274,7 +339,7 @@ def plan_arrangement(
         source: a shard manifest.
         output: the shard manifest of the result.
         seed: of the order.
-        shard_bytes: approximate size of a shard's tokens.
+        shard_bytes: approximate size of a shard's tokens and columns.
         overwrite: replace an existing source that was made differently.
 
     Raises:
@@ -287,7 +352,14 @@ def plan_arrangement(
     if shard_bytes < 1:
         raise ConfigError(f"--bytes-per-shard is {shard_bytes}; it must be at least 1 byte")
     index = load_shards(source)
-    num_bytes = sum(shard.num_tokens * np.dtype(shard.dtype).itemsize for shard in index.shards)
+    num_bytes = sum(
+        shard.num_tokens
+        * (
+            np.dtype(shard.dtype).itemsize
+            + sum(column.spec.row_bytes for column in shard.columns.values())
+        )
+        for shard in index.shards
+    )
     arranger = Arranger(
         source=index,
         manifest=path,

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -42,6 +42,19 @@ from megapack.storage.dataset import LabelDocuments
 from megapack.units import checked_integer
 
 Ids = NDArray[np.int64]
+
+
+class Segments(NamedTuple):
+    """Segments of samples: int64 arrays with one entry per segment."""
+
+    sample: Ids
+    """Position of its sample."""
+    shard: Ids
+    begin: Ids
+    """First token, counted in the .bin of the shard."""
+    length: Ids
+    continues: Ids
+    """1 if its document has a next token, else 0."""
 
 
 class PackedDataset(Dataset[Batch]):
@@ -338,6 +351,12 @@ class PackedDataset(Dataset[Batch]):
         rows = zip(*(column.tolist() for column in self.remote_reads.read(ids, draws)), strict=True)
         return [FimDraw(*row) for row in rows]
 
+    def segments(self, sample_ids: ArrayLike) -> Segments:
+        """Return the segments of samples, in order. Raises as ``micro_batch`` does."""
+        ids = np.ascontiguousarray(sample_ids, np.int64)
+        self._open_for(ids)
+        return Segments(*self._gatherer.segments(ids))
+
     def documents(self, shard: int) -> IndexedDataset:
         """Return the documents of a shard (see ``samples.shard_of``); open them on first use.
 
@@ -383,8 +402,9 @@ class PackedDataset(Dataset[Batch]):
             first_document=first,
             fim_longest=-1 if self.samples.fim is None else index.fim_longest,
         )
-        self.remote_reads.add(shard, dataset, labels, weights)
-        self._remote_labels.add(shard, labels, weights)
+        of_labels = [file.tokens for file in (labels, weights) if file is not None]
+        self.remote_reads.add(shard, dataset.tokens, *of_labels)
+        self._remote_labels.add(shard, *of_labels)
         return dataset
 
 

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from megapack import _core
 from megapack.errors import ConfigError, IndexMismatchError, MegapackWarning
+from megapack.packing.shard_packing import packed_columns
 from megapack.packing.sharded import ShardedIndex, SourceIndex, load_index
 from megapack.storage import IndexedDataset
 from megapack.storage.address import is_remote
@@ -39,7 +40,7 @@ from megapack.storage.index_file import LABELS, WEIGHTS
 from megapack.storage.metadata import common_metadata, differing_tokens
 from megapack.storage.remote.cache import open_cache
 from megapack.storage.remote.checksums import BLOCK_BYTES
-from megapack.storage.remote.reader import RemoteTokens, blocks_of, read_consistently
+from megapack.storage.remote.reader import RemoteRows, blocks_of, read_consistently
 
 Ids = NDArray[np.int64]
 Opened: TypeAlias = "tuple[IndexedDataset, IndexedDataset | None, IndexedDataset | None]"
@@ -244,6 +245,13 @@ class ShardedDocuments(SourceDocuments):
                     f"{shard.prefix} has changed since {self.prefix} was written: {fact} {now}, "
                     f"and it was {then}; restore it, or pack the shards again"
                 )
+        columns = packed_columns(dataset) if shard.columns else {}
+        for name, column in shard.columns.items():
+            if columns.get(name) != column:
+                raise IndexMismatchError(
+                    f"column {name} of {shard.prefix} has changed since {self.prefix} was written; "
+                    "restore it, or run `megapack-build pack` again, which records its columns"
+                )
         labels = shard.prefix + LABELS if self.with_labels and shard.labels else None
         weights = shard.prefix + WEIGHTS if self.with_weights and shard.weights else None
         opened = open_weights(dataset, weights)
@@ -365,7 +373,7 @@ _CACHE_PART = 16  # a prefetch uses 1 / 16 of the cache: all processes of a node
 
 
 class RemoteReads:
-    """Prefetches and checks the remote tokens that a gatherer reads.
+    """Prefetches and checks the remote tokens and columns that a gatherer reads.
 
     Args:
         gatherer: maps samples to ranges of tokens.
@@ -377,24 +385,23 @@ class RemoteReads:
         self, gatherer: _core.Gatherer, open_for: Callable[[Ids], None], *, expected: bool
     ) -> None:
         self._gatherer, self._open_for, self._expected = gatherer, open_for, expected
-        self._tokens: dict[int, list[RemoteTokens]] = {}
+        self._rows: dict[int, list[RemoteRows]] = {}  # by shard
 
-    def add(self, shard: int, *datasets: IndexedDataset | None) -> None:
-        """Register the tokens, labels and weights of a shard that was opened."""
-        arrays = [dataset.tokens for dataset in datasets if dataset is not None]
-        remote = [array for array in arrays if isinstance(array, RemoteTokens)]
+    def add(self, shard: int, *arrays: Any) -> None:
+        """Register the arrays of a shard that was opened: tokens, labels, weights, columns."""
+        remote = [array for array in arrays if isinstance(array, RemoteRows)]
         if remote:
-            self._tokens[shard] = remote
+            self._rows[shard] = remote
 
     @property
     def any(self) -> bool:
         """True if a shard, open or not, is remote."""
-        return self._expected or bool(self._tokens)
+        return self._expected or bool(self._rows)
 
     @property
     def num_open(self) -> int:
         """Number of open remote shards."""
-        return len(self._tokens)
+        return len(self._rows)
 
     @property
     def ahead_bytes(self) -> int:
@@ -409,14 +416,14 @@ class RemoteReads:
         """
         self._open_for(sample_ids)
         num_bytes = 0
-        for tokens, blocks in self._blocks(sample_ids):
-            tokens.want(blocks)
+        for rows, blocks in self._blocks(sample_ids):
+            rows.want(blocks)
             num_bytes += blocks.size * BLOCK_BYTES
         return num_bytes
 
     def are_local(self, sample_ids: Ids) -> bool:
         """Return whether a gather of samples would not have to wait."""
-        return all(tokens.are_here(blocks) for tokens, blocks in self._blocks(sample_ids))
+        return all(rows.are_here(blocks) for rows, blocks in self._blocks(sample_ids))
 
     def read(self, sample_ids: Ids, gather: Callable[[], T]) -> T:
         """Wait until all data of the samples is local; return ``gather()``.
@@ -424,14 +431,14 @@ class RemoteReads:
         Raises:
             FormatError, ConfigError, OSError: a fetch fails (see ``RemoteObject.read``).
         """
-        return read_consistently(self._blocks(sample_ids), gather) if self._tokens else gather()
+        return read_consistently(self._blocks(sample_ids), gather) if self._rows else gather()
 
-    def _blocks(self, sample_ids: Ids) -> list[tuple[RemoteTokens, Ids]]:
+    def _blocks(self, sample_ids: Ids) -> list[tuple[RemoteRows, Ids]]:
         shards, begins, ends = self._gatherer.token_ranges(sample_ids)
         bounds = [0, *(np.flatnonzero(np.diff(shards)) + 1).tolist(), len(shards)]
         return [
-            (tokens, blocks_of(begins[low:high], ends[low:high], tokens.dtype.itemsize))
+            (rows, blocks_of(begins[low:high], ends[low:high], rows.row_bytes))
             for low, high in pairwise(bounds)
             if low < high
-            for tokens in self._tokens.get(int(shards[low]), ())
+            for rows in self._rows.get(int(shards[low]), ())
         ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +26,7 @@ from megapack.packing.sample_index import SampleIndex, how_it_differs
 from megapack.packing.sharded import (
     PLAN,
     SUFFIX,
+    PackedColumn,
     PackedShard,
     is_shard_manifest,
     load_shards,
@@ -37,6 +38,7 @@ from megapack.packing.sharded import (
 )
 from megapack.storage import IndexedDataset
 from megapack.storage.address import is_below, split_address
+from megapack.storage.columns import column_entries
 from megapack.storage.dataset import open_index, open_labels, open_weights, weights_identity
 from megapack.storage.files import check_target
 from megapack.storage.index_file import LABELS, WEIGHTS
@@ -141,6 +143,8 @@ class ShardPacker:
             shard = self._pack(prefix)
         else:
             self._check_unchanged(shard)
+            # Samples do not depend on columns, which may be added or replaced after packing.
+            shard = replace(shard, columns=packed_columns(IndexedDataset(prefix)))
         report(Counted(documents=shard.num_documents, tokens=shard.num_tokens))
         return shard
 
@@ -148,12 +152,12 @@ class ShardPacker:
         """Compare fingerprints; tokens and samples are not read."""
         samples = SampleIndex.load(shard.samples)
         labels, weights = (shard.prefix + end for end in (LABELS, WEIGHTS))
-        column = IndexedDataset(weights) if IndexedDataset.exists(weights) else None
+        opened = IndexedDataset(weights) if IndexedDataset.exists(weights) else None
         for name, actual, recorded in (
             (f"{shard.prefix}.idx", open_index(shard.prefix).fingerprint, shard.fingerprint),
             (shard.samples, samples.fingerprint, shard.samples_fingerprint),
             (labels, IndexedDataset.exists(labels), shard.labels),
-            (weights, None if column is None else weights_identity(column), shard.weights),
+            (weights, None if opened is None else weights_identity(opened), shard.weights),
         ):
             if actual != recorded:
                 raise IndexMismatchError(
@@ -213,7 +217,20 @@ def describe_shard(
         labels=labels is not None,
         weights=None if weights is None else weights_identity(weights),
         document_begin_token=meta.get("document_begin_token"),
+        columns=packed_columns(dataset),
     )
+
+
+def packed_columns(dataset: IndexedDataset) -> dict[str, PackedColumn]:
+    """Return the columns of a dataset as a manifest records them; their files are not opened.
+
+    Raises FormatError if the meta file is damaged.
+    """
+    entries = column_entries(dataset.meta, f"{dataset.prefix}.meta.json")
+    return {
+        name: PackedColumn(spec=entry.spec, identity=entry.identity)
+        for name, entry in entries.items()
+    }
 
 
 def pack_shards(

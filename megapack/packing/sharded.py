@@ -29,7 +29,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -38,18 +38,27 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from megapack.config import from_dict
+from megapack.config import from_dict, to_dict
 from megapack.errors import ConfigError, FormatError, IndexMismatchError, redacted
 from megapack.packing.file_format import Check, are_counts, find_wrong, is_count, is_text
 from megapack.packing.sample_index import SampleIndex
 from megapack.records import parse_json
 from megapack.storage.address import is_below, is_remote, split_address
+from megapack.storage.columns import ColumnSpec, check_column_name
 from megapack.storage.files import atomic_write, open_regular
 from megapack.storage.index_file import LABELS, WEIGHTS
 from megapack.storage.remote.copies import local_output_file
 from megapack.storage.remote.reader import fetch_file
 
 Ids = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedColumn:
+    """Column of a shard."""
+
+    spec: ColumnSpec
+    identity: str  # ColumnEntry.identity, compared when the shard is opened
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,17 +82,19 @@ class PackedShard:
     labels: bool  # the shard has <prefix>.labels
     weights: str | None = None  # weights_identity of <prefix>.weights, compared when opened
     document_begin_token: int | None = None
+    columns: Mapping[str, PackedColumn] = field(default_factory=dict)  # by name
 
     def document_token(self, fact: str) -> int | str | None:
-        """Return the token of ``fact``, one of ``BOUNDARY_TOKENS``; "unknown" without a meta file."""
+        """Return the token of ``fact``, one of ``BOUNDARY_TOKENS``; "unknown" without a meta
+        file."""
         token: int | None = getattr(self, fact)
         return "unknown" if token is None and self.max_token_id is None else token
 
     @property
     def ends(self) -> tuple[str, ...]:
         """Suffixes of the shard's datasets: "" for its documents, then labels and weights."""
-        columns = {LABELS: self.labels, WEIGHTS: self.weights is not None}
-        return ("", *(end for end, exists in columns.items() if exists))
+        companions = {LABELS: self.labels, WEIGHTS: self.weights is not None}
+        return ("", *(end for end, exists in companions.items() if exists))
 
 
 def place(path: str) -> str:
@@ -169,6 +180,21 @@ class ShardedIndex:
     def num_tokens(self) -> int:
         return sum(shard.num_tokens for shard in self.shards)
 
+    @cached_property
+    def columns(self) -> dict[str, ColumnSpec]:
+        """Columns that some shard has, in alphabetical order. Raises ConfigError if two shards have
+        different columns of one name."""
+        first: dict[str, tuple[ColumnSpec, str]] = {}
+        for shard in self.shards:
+            for name, column in shard.columns.items():
+                spec, prefix = first.setdefault(name, (column.spec, shard.prefix))
+                if column.spec != spec:
+                    raise ConfigError(
+                        f"{self.path}: column {name} of {shard.prefix} is {column.spec}, and that "
+                        f"of {prefix} is {spec}: write it again with the same type"
+                    )
+        return {name: first[name][0] for name in sorted(first)}
+
     @property
     def most_segments(self) -> list[int]:
         return [max(most) for most in zip(*(s.most_segments for s in self.shards), strict=True)]
@@ -227,7 +253,7 @@ class ShardedIndex:
 
     def __getstate__(self) -> dict[str, Any]:
         # Absolute paths: a worker may have another working directory.
-        state = {field.name: getattr(self, field.name) for field in fields(self)}
+        state = {f.name: getattr(self, f.name) for f in fields(self)}
         shards = (replace(s, prefix=place(s.prefix), samples=place(s.samples)) for s in self.shards)
         return {**state, "shards": tuple(shards)}
 
@@ -248,6 +274,7 @@ SUFFIX = ".shards.json"
 FORMAT = "megapack shards"
 VERSION = 2
 VERSION_OF_WEIGHTS = 3  # a manifest with loss weights
+VERSION_OF_COLUMNS = 4  # a manifest with columns
 PLAN = ("strategy", "parameters", "buckets", "seed", "bucket_capacity")  # the same for all shards
 
 _CHECKS: dict[str, Check] = {
@@ -258,7 +285,7 @@ _CHECKS: dict[str, Check] = {
     "tuple[int, ...]": are_counts,
     "bool": lambda value: type(value) is bool,
 }
-_FIELDS = {field.name: _CHECKS[str(field.type)] for field in fields(PackedShard)}
+_FIELDS = {f.name: _CHECKS[str(f.type)] for f in fields(PackedShard) if f.name != "columns"}
 _PATHS = ("prefix", "samples")
 _OPTIONAL = ("weights", "document_begin_token")
 
@@ -291,10 +318,10 @@ def load_shards(path: str | os.PathLike[str], shards: Sequence[int] | None = Non
     content = parse_json(encoded, path, remedy="pack the shards again")
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise FormatError(f"{path} is not a shard manifest of megapack")
-    if content.get("version") not in (VERSION, VERSION_OF_WEIGHTS):
+    if content.get("version") not in range(VERSION, VERSION_OF_COLUMNS + 1):
         raise FormatError(
             f"{path} has version {content.get('version')!r}; this megapack reads {VERSION} "
-            f"and {VERSION_OF_WEIGHTS}: pack again, "
+            f"to {VERSION_OF_COLUMNS}: pack again, "
             f"megapack-build pack PREFIX ... --output {path} --overwrite"
         )
     if content.pop("xxh3", None) != _digest(content):
@@ -334,18 +361,28 @@ def _folder_of(path: Path | str) -> str:
 
 
 def _shard(path: Path | str, number: int, row: Any, num_buckets: int) -> PackedShard:
-    row = {**dict.fromkeys(_OPTIONAL), **row} if isinstance(row, dict) else row
+    if isinstance(row, dict):
+        row = {**dict.fromkeys(_OPTIONAL), "columns": {}, **row}
     wrong = find_wrong(row, _FIELDS)
     if wrong is not None:
         raise FormatError(f"{path} is damaged: shard {number} {wrong}")
     values = {name: row[name] for name in _FIELDS}
+    columns: dict[str, PackedColumn] = {}
     for name in ("samples_per_bucket", "most_segments"):
         values[name] = tuple(row[name])
         if len(values[name]) != num_buckets:
             raise FormatError(
                 f"{path} is damaged: shard {number} has {name} of {len(values[name])} buckets"
             )
-    return PackedShard(**values | {name: _resolve(path, number, row[name]) for name in _PATHS})
+    try:
+        for name in row["columns"]:
+            check_column_name(name)
+            where = f"column {name}"
+            columns[name] = from_dict(PackedColumn, row["columns"][name], where=where)
+    except (ConfigError, TypeError) as error:
+        raise FormatError(f"{path} is damaged: shard {number}: {error}") from error
+    paths = {name: _resolve(path, number, row[name]) for name in _PATHS}
+    return PackedShard(**values | paths | {"columns": columns})
 
 
 def _resolve(manifest: Path | str, number: int, text: str) -> str:
@@ -396,17 +433,21 @@ def save_shards(
     """
     path = manifest_path(path)
     has_weights = any(shard.weights for shard in shards)
+    has_columns = any(shard.columns for shard in shards)
     version = VERSION_OF_WEIGHTS if has_weights else VERSION
+    version = VERSION_OF_COLUMNS if has_columns else version
     head = {"format": FORMAT, "version": version, **{name: plan[name] for name in PLAN}}
     if arranged is not None:
         head["arranged"] = vars(arranged)
     rows = [
-        {**vars(shard), **{name: related(path, getattr(shard, name)) for name in _PATHS}}
+        {**to_dict(shard), **{name: related(path, getattr(shard, name)) for name in _PATHS}}
         for shard in shards
     ]
-    for row in rows:
+    for row in rows:  # an optional field is left out if it says nothing
         if not has_weights:
             del row["weights"]
+        if not has_columns:
+            del row["columns"]
         if row["document_begin_token"] is None:
             del row["document_begin_token"]
     digest = _digest({**head, "shards": rows})

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapack.errors import ConfigError, DataError, FormatError
+from megapack.storage.address import is_remote
 from megapack.storage.columns import (
     DTYPES,
     Column,
@@ -149,12 +150,13 @@ def add_column(
         False if nothing was done, because an equal column exists.
 
     Raises:
-        ConfigError: a different column or file of this name exists, or the name is not valid.
+        ConfigError: a different column or file of this name exists, the name is not valid, or the
+            prefix is an address.
         DataError: the values do not fit the tokens or ``spec``.
         FormatError: the dataset or its meta file is damaged.
         LockedError: another process writes the dataset.
     """
-    prefix = prefix_of(prefix)
+    prefix = _local_prefix(prefix)
     check_column_name(name)
     check_metadata(metadata or {})
     with WriterLock(prefix, what="adding a column"):
@@ -179,8 +181,9 @@ def add_column(
 
 
 def remove_column(prefix: str | os.PathLike[str], name: str) -> None:
-    """Remove a column of a local dataset. Raises ConfigError if it has no such column."""
-    prefix = prefix_of(prefix)
+    """Remove a column of a local dataset. Raises ConfigError if it has no such column, or the
+    prefix is an address."""
+    prefix = _local_prefix(prefix)
     with WriterLock(prefix, what="removing a column"):
         meta = read_meta(prefix) or {}
         columns = dict(meta.get(COLUMNS, {}))
@@ -189,6 +192,16 @@ def remove_column(prefix: str | os.PathLike[str], name: str) -> None:
         path = column_path(prefix, name)
         write_meta(prefix, _with_columns(meta, columns))
         path.unlink(missing_ok=True)
+
+
+def _local_prefix(prefix: str | os.PathLike[str]) -> str:
+    prefix = prefix_of(prefix)
+    if is_remote(prefix):
+        raise ConfigError(
+            f"{prefix} is an address; columns are added and removed locally: change a local copy "
+            f"(`megapack-build merge {prefix} --output LOCAL`), then `megapack-build upload` it"
+        )
+    return prefix
 
 
 def _with_columns(meta: Mapping[str, Any], columns: Mapping[str, Any]) -> dict[str, Any]:

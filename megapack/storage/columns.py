@@ -233,6 +233,11 @@ class ColumnEntry:
         return ColumnSpec(dtype=self.dtype, shape=self.shape, fill=self.fill, of=self.of)
 
     @property
+    def identity(self) -> str:
+        """Digest of the entry, and so of the type and the values."""
+        return xxhash.xxh3_64_hexdigest(json.dumps(asdict(self)).encode())
+
+    @property
     def checksums(self) -> list[Checksum]:
         """Checksums of consecutive stretches of the file."""
         return stretches_of(asdict(self))
@@ -312,11 +317,11 @@ class Column:
         """Two digests of the values, as ``IndexedDataset.content_digest``: the
         ``sampled_checksum`` of the file (None if it is remote), and a checksum of the entry of the
         meta file. Reads at most 1 MiB."""
-        recorded = xxhash.xxh3_64_hexdigest(json.dumps(asdict(self.entry)).encode())
         if not isinstance(self.rows, np.ndarray):
-            return [None, recorded]
+            return [None, self.entry.identity]
         data = self.mapped_bytes
-        return [sampled_checksum(data.size, lambda begin, end: data[begin:end].tobytes()), recorded]
+        sampled = sampled_checksum(data.size, lambda begin, end: data[begin:end].tobytes())
+        return [sampled, self.entry.identity]
 
 
 def open_column(prefix: str | os.PathLike[str], name: str, entry: ColumnEntry) -> Column:

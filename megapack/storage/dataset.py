@@ -43,11 +43,10 @@ from megapack.storage.index_file import (
 )
 from megapack.storage.metadata import (
     difference_from_files,
-    meta_path,
     read_meta,
     sampled_checksum,
 )
-from megapack.storage.remote.reader import RemoteTokens, exists, open_remote_pair
+from megapack.storage.remote.reader import RemotePair, RemoteRows, exists, open_remote_pair
 from megapack.storage.tokens import holds_weights, open_npy
 
 
@@ -112,6 +111,7 @@ class IndexedDataset:
             )
         self.prefix = prefix_of(prefix)
         self.multimodal = multimodal
+        self._pair: RemotePair | None = None
         if is_remote(self.prefix):
             self._open_remote()
             return
@@ -126,12 +126,12 @@ class IndexedDataset:
             self.tokens: Any = mapped[: count * self.dtype.itemsize].view(self.dtype)
 
     def _open_remote(self) -> None:
-        pair = open_remote_pair(self.prefix)
+        pair = self._pair = open_remote_pair(self.prefix)
         self._files = pair.local_prefix
         self._index = IndexFile(path_of(self._files, ".idx"))
         self._take_index()
         size = self._count_tokens(pair.bin_object.url, pair.bin_object.num_bytes)
-        self.tokens = RemoteTokens(pair, self.dtype, size)
+        self.tokens = pair.open_tokens(self.dtype, size)
 
     def _take_index(self) -> None:
         code = self._index.header.dtype_code
@@ -169,7 +169,7 @@ class IndexedDataset:
     def mapped_tokens(self) -> NDArray[Any]:
         """All tokens, (num_tokens,), without a copy, for C++. In a remote dataset only the tokens
         that are being read have values."""
-        return self.tokens.mapped if isinstance(self.tokens, RemoteTokens) else self.tokens
+        return self.tokens.mapped if isinstance(self.tokens, RemoteRows) else self.tokens
 
     def __len__(self) -> int:
         return self._index.num_sequences
@@ -281,8 +281,11 @@ class IndexedDataset:
     @cached_property
     def columns(self) -> dict[str, Column]:
         """Columns by name, in alphabetical order; empty without a meta file. Raises FormatError if
-        the meta file or a .col is damaged, missing or was replaced."""
-        entries = column_entries(self.meta, meta_path(self._files))
+        the meta file or a .col is damaged, missing or was replaced; for a remote dataset, also the
+        errors of ``RemoteObject.read``."""
+        entries = column_entries(self.meta, f"{self.prefix}.meta.json")
+        if self._pair is not None:
+            return self._pair.open_columns(entries)
         columns = {name: open_column(self._files, name, e) for name, e in entries.items()}
         # A writer removes a column from the meta file before it replaces the column's file.
         if columns and read_meta(self._files) != self.meta:

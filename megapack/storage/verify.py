@@ -413,8 +413,9 @@ def _identities(prefix: str) -> Iterator[Any]:
         with contextlib.suppress(FormatError, FileNotFoundError):  # verify reports these
             sums = open_remote_pair(prefix).checksums
             if sums is not None:
-                blocks = xxhash.xxh3_128_hexdigest(sums.blocks.tobytes())
-                yield "blocks", sums.bin_bytes, blocks, sums.files[".idx"]
+                tokens = sums.blocks[".bin"]
+                blocks = xxhash.xxh3_128_hexdigest(tokens.digests.tobytes())
+                yield "blocks", tokens.num_bytes, blocks, sums.files[".idx"]
         objects = [find_object(f"{prefix}{suffix}") for suffix in (".idx", ".bin")]
         versions = [each.version for each in objects if each is not None and each.etag]
         if len(versions) == len(objects) and not prefix.startswith("http"):  # tags are per URL

@@ -2,7 +2,7 @@
 
 - ``open_cache``: the cache that environment variables configure
 - ``Cache``: its entries and whole files; ``make_room``: evict entries and blocks
-- ``Chunks``: the cached blocks of one .bin
+- ``Chunks``: the cached blocks of one .bin or .col
 - ``RangeLocks``: locks between processes; ``wait_for``, ``Patience``: waits with a timeout
 
 Every version of a dataset or file has its own entry, a directory named by the address and the
@@ -226,7 +226,7 @@ def wait_for(requests: Iterable[Future[Any]], patience: Patience) -> None:
             patience.check()
 
 
-# ---- Cached blocks of one .bin ------------------------------------------------------------------
+# ---- Cached blocks of one .bin or .col ----------------------------------------------------------
 
 CHUNK_BLOCKS = 256  # per file, 4 MiB; a request is for one file: its latency is negligible
 
@@ -234,18 +234,18 @@ Blocks: TypeAlias = NDArray[np.int64]  # block numbers, sorted and unique
 
 
 class Chunks:
-    """Files of ``CHUNK_BLOCKS`` blocks each, in a folder next to the path of the .bin.
+    """Files of ``CHUNK_BLOCKS`` blocks each, in a folder next to ``path``, of a .bin or .col.
 
     Chunks from before the last boot of the machine may be incomplete on the disk: they are ignored,
     and removed when the entry is used again.
     """
 
-    def __init__(self, bin_path: Path) -> None:
-        self.folder = bin_path.with_name(f"{bin_path.name}.{_boot()}")
+    def __init__(self, path: Path) -> None:
+        self.folder = path.with_name(f"{path.name}.{_boot()}")
 
     def copy(self, blocks: Blocks, data: NDArray[np.uint8] | None) -> Blocks:
-        """Copy cached blocks to their positions in ``data``, an array of the size of .bin; if it is
-        None, copy nothing. Return the blocks that are not cached."""
+        """Copy cached blocks to their positions in ``data``, an array of the size of the file; if
+        it is None, copy nothing. Return the blocks that are not cached."""
         absent = [np.zeros(0, np.int64)]
         for part in np.split(blocks, np.flatnonzero(np.diff(blocks // CHUNK_BLOCKS)) + 1):
             if not part.size:
@@ -322,7 +322,7 @@ NUM_REQUESTS = 64  # concurrent, per process: at most 256 MiB wait for the disk
 SMALLEST_SIZE = 1 << 28
 FREE_PART = 8  # eviction frees 1/8 of the cache
 READ_SECONDS = 600  # blocks requested longer ago have been read
-_CHUNKS = re.compile(r".+\.bin\.[0-9a-f]{8}")  # a folder of chunks in an entry
+_CHUNKS = re.compile(r".+\.(bin|col)\.[0-9a-f]{8}")  # a folder of chunks in an entry
 
 
 def open_cache() -> Cache:

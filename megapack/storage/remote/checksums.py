@@ -1,15 +1,22 @@
-"""``<prefix>.checksums``: a checksum for every block of a remote .bin.
+"""``<prefix>.checksums``: a checksum for every block of a remote .bin and of every column.
 
-A checksum in a meta file covers gigabytes; reads of ranges need checksums of small blocks::
+A checksum in a meta file covers megabytes or gigabytes; reads of ranges need checksums of small
+blocks::
 
     8 bytes    magic "MEGASUMS"
     4 bytes    size of the header, little-endian
     header     JSON, UTF-8: version, block_bytes, bin_bytes, and files, for .idx and .meta.json:
-               {suffix: {bytes, xxh3_128}}
-    8 bytes    for every block of .bin (the last may be shorter): xxh3_64, little-endian
+               {suffix: {bytes, xxh3_128}}; only with columns: columns, {name: bytes}
+    8 bytes    for every block of .bin, then of every column in the order of the header (the last
+               block of each may be shorter): xxh3_64, little-endian
     16 bytes   xxh3_128 of all of the above
 
 Datasets can be read without this file; then only sizes and versions of objects are compared.
+
+A dataset of 5,000 uint16 tokens with a float32 column has 1 + 2 blocks::
+
+    sums = DatasetChecksums.read(Path("corpus.checksums"))
+    sums.blocks[".loss.col"].num_bytes, len(sums.blocks[".loss.col"].digests)    # -> 20000, 2
 """
 
 from __future__ import annotations
@@ -26,9 +33,10 @@ import xxhash
 from numpy.typing import NDArray
 
 from megapack.errors import FormatError
+from megapack.storage.columns import column_entries, column_path
 from megapack.storage.files import atomic_write, file_identity, open_regular, read_array_blocks
-from megapack.storage.index_file import path_of
-from megapack.storage.metadata import file_checksum, has_its_checksums, read_meta
+from megapack.storage.index_file import map_file, path_of
+from megapack.storage.metadata import file_checksum, has_its_checksums, meta_path, read_meta
 from megapack.storage.remote.client import WrongBytesError
 
 SUFFIX = ".checksums"
@@ -45,51 +53,68 @@ _SMALL = (".idx", ".meta.json")
 
 @dataclass(frozen=True, kw_only=True)
 class BlockChecksums:
-    """Content of a .checksums file."""
+    """Checksums of one file."""
 
-    bin_bytes: int  # size of .bin
-    blocks: NDArray[np.uint64]  # (num_blocks,), xxh3_64 of every block of .bin
-    files: dict[str, tuple[int, str]]  # suffix -> (bytes, xxh3_128) of the small files
-
-    @staticmethod
-    def read(path: Path) -> BlockChecksums:
-        """Read a local file. Raises FormatError if it is damaged, or has another version."""
-        data = path.read_bytes()
-        body, digest = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
-        if not data.startswith(_MAGIC) or xxhash.xxh3_128_digest(body) != digest:
-            raise FormatError(f"{path} is damaged: its checksum differs; upload the dataset again")
-        begin = len(_MAGIC) + _SIZE.size
-        end = begin + _SIZE.unpack_from(body, len(_MAGIC))[0]
-        header: dict[str, Any] = json.loads(body[begin:end])
-        if header["version"] != _VERSION or header["block_bytes"] != BLOCK_BYTES:
-            raise FormatError(
-                f"{path} has version {header['version']} with blocks of {header['block_bytes']} "
-                f"bytes; this megapack reads version {_VERSION} with {BLOCK_BYTES}"
-            )
-        return BlockChecksums(
-            bin_bytes=header["bin_bytes"],
-            blocks=np.frombuffer(body[end:], "<u8"),
-            files={name: (f["bytes"], f["xxh3_128"]) for name, f in header["files"].items()},
-        )
+    num_bytes: int
+    digests: NDArray[np.uint64]  # (num_blocks,), xxh3_64 of every block
 
     def check(self, first: int, data: memoryview) -> None:
         """Check bytes that begin at block ``first``. Raises WrongBytesError if a checksum
         differs."""
         for block, begin in enumerate(range(0, len(data), BLOCK_BYTES), first):
             digest = xxhash.xxh3_64_intdigest(data[begin : begin + BLOCK_BYTES])
-            if digest != self.blocks[block]:
+            if digest != self.digests[block]:
                 raise WrongBytesError(
                     f"bytes [{block * BLOCK_BYTES}, {(block + 1) * BLOCK_BYTES}) differ from "
                     f"{SUFFIX}"
                 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class DatasetChecksums:
+    """Content of a .checksums file."""
+
+    blocks: dict[str, BlockChecksums]  # suffix -> checksums, for ".bin" and ".<name>.col"
+    files: dict[str, tuple[int, str]]  # suffix -> (bytes, xxh3_128) of the small files
+
+    @staticmethod
+    def read(path: Path) -> DatasetChecksums:
+        """Map a local file. Raises FormatError if it is damaged, or has another version."""
+        with open_regular(path) as file:
+            data = map_file(file)
+        body, digest = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:].tobytes()
+        if body[: len(_MAGIC)].tobytes() != _MAGIC or xxhash.xxh3_128_digest(body.data) != digest:
+            raise FormatError(f"{path} is damaged: its checksum differs; upload the dataset again")
+        begin = len(_MAGIC) + _SIZE.size
+        end = begin + _SIZE.unpack_from(body.data, len(_MAGIC))[0]
+        header: dict[str, Any] = json.loads(body[begin:end].tobytes())
+        if header["version"] != _VERSION or header["block_bytes"] != BLOCK_BYTES:
+            raise FormatError(
+                f"{path} has version {header['version']} with blocks of {header['block_bytes']} "
+                f"bytes; this megapack reads version {_VERSION} with {BLOCK_BYTES}"
+            )
+        columns = {f".{name}.col": size for name, size in header.get("columns", {}).items()}
+        blocks = {}
+        for suffix, num_bytes in {".bin": header["bin_bytes"], **columns}.items():
+            begin, end = end, end + 8 * -(-num_bytes // BLOCK_BYTES)
+            blocks[suffix] = BlockChecksums(
+                num_bytes=num_bytes, digests=body[begin:end].view("<u8")
+            )
+        files = {name: (f["bytes"], f["xxh3_128"]) for name, f in header["files"].items()}
+        return DatasetChecksums(blocks=blocks, files=files)
+
+
 def write_checksums(prefix: str, path: str | os.PathLike[str]) -> None:
-    """Write the checksums of a local dataset; reads all of .bin. Raises FormatError if there is a
-    meta file and the files do not match it."""
-    if read_meta(prefix) is not None and not has_its_checksums(prefix):
+    """Write the checksums of a local dataset; reads all of .bin and its columns.
+
+    Raises:
+        FormatError: there is a meta file, and the files do not match it.
+    """
+    meta = read_meta(prefix)
+    columns = column_entries(meta, meta_path(prefix))
+    if meta is not None and not has_its_checksums(prefix):
         raise FormatError(
-            f"{prefix}: .bin or .idx do not have the checksums of the meta file; run "
+            f"{prefix}: .bin, .idx or columns do not have the checksums of the meta file; run "
             "`megapack-build verify` for the details"
         )
     files = {}
@@ -97,12 +122,24 @@ def write_checksums(prefix: str, path: str | os.PathLike[str]) -> None:
         small = path_of(prefix, suffix)
         if small.exists() or suffix == ".idx":
             files[suffix] = {"bytes": small.stat().st_size, "xxh3_128": file_checksum(small)}
-    with open_regular(path_of(prefix, ".bin")) as file:
-        num_bytes = file_identity(file).num_bytes
-        file_blocks = read_array_blocks(file, np.uint8, num_bytes, BLOCK_BYTES)
-        blocks = np.fromiter((xxhash.xxh3_64_intdigest(block.data) for block in file_blocks), "<u8")
-    sizes = {"version": _VERSION, "block_bytes": BLOCK_BYTES, "bin_bytes": num_bytes}
-    header = json.dumps({**sizes, "files": files}).encode()
-    body = b"".join((_MAGIC, _SIZE.pack(len(header)), header, blocks.tobytes()))
+    bin_bytes, digests = _digests_of(path_of(prefix, ".bin"))
+    header: dict[str, Any] = {"version": _VERSION, "block_bytes": BLOCK_BYTES}
+    header |= {"bin_bytes": bin_bytes, "files": files}
+    all_digests = [digests]
+    for name in columns:
+        num_bytes, digests = _digests_of(column_path(prefix, name))
+        header.setdefault("columns", {})[name] = num_bytes
+        all_digests.append(digests)
+    encoded = json.dumps(header).encode()
+    body = b"".join((_MAGIC, _SIZE.pack(len(encoded)), encoded, *all_digests))
     with atomic_write(path) as out:
         out.write(body + xxhash.xxh3_128_digest(body))
+
+
+def _digests_of(path: Path) -> tuple[int, bytes]:
+    """Return a file's size and the checksums of its blocks."""
+    with open_regular(path) as file:
+        num_bytes = file_identity(file).num_bytes
+        blocks = read_array_blocks(file, np.uint8, num_bytes, BLOCK_BYTES)
+        digests = np.fromiter((xxhash.xxh3_64_intdigest(block.data) for block in blocks), "<u8")
+    return num_bytes, digests.tobytes()

@@ -14,15 +14,24 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
-from megapack.errors import MegapackError
+from megapack.errors import FormatError, MegapackError
 from megapack.storage.address import is_remote, split_address
+from megapack.storage.columns import column_entries
 from megapack.storage.index_file import path_of, prefix_of
+from megapack.storage.metadata import read_meta
 from megapack.storage.remote.cache import open_cache
-from megapack.storage.remote.checksums import BLOCK_BYTES, SUFFIX, BlockChecksums, write_checksums
-from megapack.storage.remote.client import find_object, put_object, remove_object
-from megapack.storage.remote.reader import RemotePair, exists, open_remote_pair
+from megapack.storage.remote.checksums import (
+    BLOCK_BYTES,
+    SUFFIX,
+    BlockChecksums,
+    DatasetChecksums,
+    write_checksums,
+)
+from megapack.storage.remote.client import RemoteObject, find_object, put_object, remove_object
+from megapack.storage.remote.reader import RemotePair, exists, fetch_file, open_remote_pair
 
 _CHECKED_BLOCKS = 256  # number of blocks to read and check at a time
 
@@ -31,16 +40,17 @@ _CHECKED_BLOCKS = 256  # number of blocks to read and check at a time
 def local_copy(prefix: str | os.PathLike[str], *, tokens: bool = True) -> Iterator[str]:
     """Yield the local prefix of a dataset while the ``with`` block runs.
 
-    A remote dataset is fetched, checked against its checksums, and removed at the end. Without
-    ``tokens``, a file of zeros of the same size replaces a remote .bin. Raises FileNotFoundError if
-    .idx or .bin does not exist, and the errors of ``open_remote_pair`` and ``Cache.fetch``.
+    A remote dataset is fetched with its columns, checked against its checksums, and removed at the
+    end. Without ``tokens``, files of zeros of the same sizes replace a remote .bin and columns.
+    Raises FileNotFoundError if .idx or .bin does not exist, and the errors of ``open_remote_pair``,
+    ``RemotePair.open_columns`` and ``Cache.fetch``.
     """
     prefix = prefix_of(prefix)
     if not is_remote(prefix):
         yield prefix
         return
     pair = open_remote_pair(prefix)
-    cache, sums = pair.cache, pair.checksums
+    cache = pair.cache
     name = Path(pair.local_prefix).name
     # The entry belongs to these versions of the objects, so files of other versions are never used.
     local = cache.entry(f"{name}.{'whole' if tokens else 'sizes'}", pair.local_prefix)
@@ -51,24 +61,30 @@ def local_copy(prefix: str | os.PathLike[str], *, tokens: bool = True) -> Iterat
             if small.exists():
                 with contextlib.suppress(FileExistsError):
                     path_of(files, suffix).hardlink_to(small)
-        if tokens:
-            cache.fetch(
-                pair.bin_object,
-                path_of(files, ".bin"),
-                lambda path: None if sums is None else _check_blocks(path, sums),
-            )
-        else:
-            _write_size(path_of(files, ".bin"), pair)
+        for remote_object in _large_objects(pair):
+            path = path_of(files, remote_object.url.removeprefix(prefix))
+            if tokens:
+                sums = pair.sums_of(remote_object)
+                check = partial(_check_blocks, sums) if sums else lambda _: None
+                cache.fetch(remote_object, path, check)
+            else:
+                _write_size(path, remote_object)
         yield files
     finally:
         cache.give_back(local)
 
 
-def _check_blocks(path: Path, checksums: BlockChecksums) -> None:
+def _large_objects(pair: RemotePair) -> list[RemoteObject]:
+    """Return .bin and the columns."""
+    entries = column_entries(read_meta(pair.local_prefix), f"{pair.prefix}.meta.json")
+    return [pair.bin_object, *pair.column_objects(entries)]
+
+
+def _check_blocks(sums: BlockChecksums, path: Path) -> None:
     first = 0
     with path.open("rb") as file:
         while data := file.read(_CHECKED_BLOCKS * BLOCK_BYTES):
-            checksums.check(first, memoryview(data))
+            sums.check(first, memoryview(data))
             first += _CHECKED_BLOCKS
 
 
@@ -78,11 +94,12 @@ def local_output(
 ) -> Iterator[str]:
     """Yield the local prefix at which the ``with`` block writes a dataset.
 
-    For an address, unless ``overwrite``, first copy the existing .idx and meta file and create a
-    .bin of zeros of the same size, so that the block detects an equal or a different dataset as it
-    does locally. After the block, upload every new dataset and the manifest of a build; readers
-    find each dataset complete or not at all. If the block or the upload fails, the files stay in
-    the cache for the next run. Another process of this node with the same output waits.
+    For an address, unless ``overwrite``, first copy the existing .idx and meta file and create .bin
+    and columns of zeros of the same sizes, so that the block detects an equal or a different
+    dataset as it does locally. After the block, upload every new dataset and the manifest of a
+    build; readers find each dataset complete or not at all. If the block or the upload fails, the
+    files stay in the cache for the next run. Another process of this node with the same output
+    waits.
 
     ``outputs`` are the prefixes of all datasets that the block writes; by default ``prefix``.
     Raises the errors of ``open_remote_pair`` and ``upload_dataset``.
@@ -146,13 +163,15 @@ def _copy_existing(local: Path, prefixes: Sequence[str]) -> list[os.stat_result]
     copied = []
     for prefix in filter(exists, dict.fromkeys(prefixes)):
         files, pair = str(local / split_address(prefix)[1]), open_remote_pair(prefix)
-        for suffix in (".idx", ".bin", ".meta.json"):
-            path_of(files, suffix).unlink(missing_ok=True)
         for suffix in (".idx", ".meta.json"):
+            path_of(files, suffix).unlink(missing_ok=True)
             small = path_of(pair.local_prefix, suffix)
             if small.exists():
                 copied.append(Path(shutil.copyfile(small, path_of(files, suffix))).stat())
-        _write_size(path_of(files, ".bin"), pair)
+        for remote_object in _large_objects(pair):
+            path = path_of(files, remote_object.url.removeprefix(prefix))
+            path.unlink(missing_ok=True)
+            _write_size(path, remote_object)
     manifest = find_object(f"{prefixes[0]}.manifest.json") if copied else None
     if manifest is not None:
         path = local / split_address(manifest.url)[1]
@@ -162,10 +181,10 @@ def _copy_existing(local: Path, prefixes: Sequence[str]) -> list[os.stat_result]
     return copied
 
 
-def _write_size(path: Path, pair: RemotePair) -> None:
-    """Write a .bin of zeros of the right size, for callers that read no tokens."""
+def _write_size(path: Path, remote_object: RemoteObject) -> None:
+    """Write a file of zeros of the object's size, for callers that do not read it."""
     with path.open("ab") as file:  # does not truncate: another process may check the size
-        file.truncate(pair.bin_object.num_bytes)
+        file.truncate(remote_object.num_bytes)
 
 
 def _written(paths: Iterable[Path], copied: list[os.stat_result]) -> list[Path]:
@@ -174,17 +193,22 @@ def _written(paths: Iterable[Path], copied: list[os.stat_result]) -> list[Path]:
 
 
 def upload_dataset(prefix: str, address: str) -> None:
-    """Copy a local dataset, with checksums of its blocks, to the prefix ``address``.
+    """Copy a local dataset, with its columns and checksums of blocks, to the prefix ``address``.
 
     Readers find the old dataset, none, or the new one at any moment: the old .idx is removed first,
     and the new one is written last. Run only one writer at a time: object stores have no locks.
-    Raises FormatError if .bin or .idx do not match the meta file, and the errors of ``put_object``.
+    Raises FormatError if the files do not match the meta file, and the errors of ``put_object``.
     """
     with tempfile.TemporaryDirectory(prefix="megapack-") as folder:
         sums = Path(folder) / SUFFIX
         write_checksums(prefix, sums)
+        large = DatasetChecksums.read(sums).blocks.keys()
+        stale = _columns_at(address) - large
         remove_object(f"{address}.idx")
-        put_object(f"{address}.bin", path_of(prefix, ".bin"))
+        for suffix in stale:
+            remove_object(f"{address}{suffix}")
+        for suffix in large:
+            put_object(f"{address}{suffix}", path_of(prefix, suffix))
         meta = path_of(prefix, ".meta.json")
         if meta.exists():
             put_object(f"{address}.meta.json", meta)
@@ -192,3 +216,12 @@ def upload_dataset(prefix: str, address: str) -> None:
             remove_object(f"{address}.meta.json")  # it belongs to the old dataset
         put_object(f"{address}{SUFFIX}", sums)
         put_object(f"{address}.idx", path_of(prefix, ".idx"))
+
+
+def _columns_at(address: str) -> set[str]:
+    """Return the suffixes of the columns of the dataset at an address, if its meta file is
+    sound."""
+    with contextlib.suppress(FileNotFoundError, FormatError):
+        meta = str(fetch_file(f"{address}.meta.json")).removesuffix(".meta.json")
+        return {f".{name}.col" for name in column_entries(read_meta(meta), meta)}
+    return set()

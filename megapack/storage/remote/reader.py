@@ -1,7 +1,7 @@
-"""Open a remote dataset: small files whole in the cache, tokens by ranges.
+"""Open a remote dataset: small files whole in the cache, tokens and columns by ranges.
 
 - ``open_remote_pair``: the objects of a dataset, all from one upload, as a ``RemotePair``
-- ``RemoteTokens``: its .bin as an array; ``read_consistently``: read several of them at once
+- ``RemoteRows``: its .bin or a column as an array; ``read_consistently``: read several at once
 - ``fetch_file``: one whole object; ``exists``: check for a dataset
 
 Blocks are numbered from 0, 16 KiB each: 4,096 tokens of int32. A gather of tokens [5000, 9000) ::
@@ -14,10 +14,11 @@ Blocks are numbered from 0, 16 KiB each: 4,096 tokens of int32. A gather of toke
 from __future__ import annotations
 
 import logging
+import math
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +30,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from megapack.errors import FormatError, MegapackError
 from megapack.storage.address import split_address
+from megapack.storage.columns import Column, ColumnEntry
 from megapack.storage.index_file import path_of
 from megapack.storage.metadata import file_checksum, read_meta
 from megapack.storage.remote.cache import (
@@ -41,7 +43,12 @@ from megapack.storage.remote.cache import (
     runs_of,
     wait_for,
 )
-from megapack.storage.remote.checksums import BLOCK_BYTES, SUFFIX, BlockChecksums
+from megapack.storage.remote.checksums import (
+    BLOCK_BYTES,
+    SUFFIX,
+    BlockChecksums,
+    DatasetChecksums,
+)
 from megapack.storage.remote.client import RemoteObject, find_object, missing
 
 log = logging.getLogger(__name__)
@@ -54,17 +61,35 @@ PAGE_BLOCKS = max(1, mmap.PAGESIZE // BLOCK_BYTES)
 _MAP_NORESERVE = 0x4000  # Linux; mmap.MAP_NORESERVE needs Python 3.13
 
 
-class RemoteTokens:
-    """Tokens of one remote .bin, 1-D. Slices and single tokens are fetched, checked and copied.
-    Read ``mapped`` only within ``read_consistently``."""
+class RemoteRows:
+    """Rows of equal width in one remote object, such as tokens (1-D) or a column. Slices and single
+    rows are fetched, checked and copied. Read ``mapped`` only within ``read_consistently``.
 
-    def __init__(self, pair: RemotePair, dtype: DTypeLike, size: int) -> None:
-        self.dtype, self.size = np.dtype(dtype), size
-        self._object, self._checksums, self._cache = pair.bin_object, pair.checksums, pair.cache
-        self._chunks = Chunks(path_of(pair.local_prefix, ".bin"))
+    Args:
+        remote_object: the object; it may be longer than the rows.
+        chunks: cached blocks of the object.
+        checksums: of its blocks; None: what is received is not compared.
+        dtype, shape: of all rows, ``(num_rows, ...)``.
+
+    Raises:
+        MegapackError: the system has no address space for the object.
+    """
+
+    def __init__(
+        self,
+        remote_object: RemoteObject,
+        chunks: Chunks,
+        checksums: BlockChecksums | None,
+        dtype: DTypeLike,
+        shape: tuple[int, ...],
+    ) -> None:
+        self.dtype, self.shape = np.dtype(dtype), shape
+        self.row_bytes = math.prod(shape[1:]) * self.dtype.itemsize
+        self._object, self._checksums, self._chunks = remote_object, checksums, chunks
+        self._cache = open_cache()
         self._flight_lock = threading.Lock()
         self._in_flight: dict[int, Future[None]] = {}  # block -> its request
-        # Address space for the whole .bin; only pinned blocks use memory (``pin``).
+        # Address space for the whole object; only pinned blocks use memory (``pin``).
         num_bytes = self._object.num_bytes
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         try:
@@ -81,27 +106,40 @@ class RemoteTokens:
         self._is_copied, self._seen = np.zeros((2, self._pins.size), np.bool_)
 
     @property
+    def mapped_bytes(self) -> NDArray[np.uint8]:
+        """Bytes of all rows, ``(nbytes,)``; only those that are being read have values, others are
+        0."""
+        data = self._bytes[: self.nbytes]
+        data.flags.writeable = False
+        return data
+
+    @property
     def mapped(self) -> NDArray[Any]:
-        """All tokens, ``(size,)``; only those that are being read have values, others are 0."""
-        tokens = self._bytes[: self.size * self.dtype.itemsize].view(self.dtype)
-        tokens.flags.writeable = False
-        return tokens
+        """``mapped_bytes`` as an array of ``shape``."""
+        return self.mapped_bytes.view(self.dtype).reshape(self.shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def __len__(self) -> int:
+        return self.shape[0]
 
     @property
     def nbytes(self) -> int:
-        return self.size * self.dtype.itemsize
+        return len(self) * self.row_bytes
 
     def __getitem__(self, where: Any) -> Any:
         if not isinstance(where, slice):
             return self[where : where + 1 or None][0]
-        begin, end, step = where.indices(self.size)
+        begin, end, step = where.indices(len(self))
         if step != 1:
-            raise ValueError(f"slice step is {step}; slices of remote tokens are contiguous")
+            raise ValueError(f"slice step is {step}; slices of remote rows are contiguous")
         ends = np.array([begin, max(begin, end)])
-        wanted = [(self, blocks_of(ends[:1], ends[1:], self.dtype.itemsize))]
-        tokens = read_consistently(wanted, self.mapped[begin:end].copy)
-        tokens.flags.writeable = False
-        return tokens
+        wanted = [(self, blocks_of(ends[:1], ends[1:], self.row_bytes))]
+        rows = read_consistently(wanted, self.mapped[begin:end].copy)
+        rows.flags.writeable = False
+        return rows
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> NDArray[Any]:
         return np.asarray(self[:], dtype)
@@ -203,10 +241,10 @@ class RemoteTokens:
         )
 
 
-def blocks_of(begins: NDArray[np.int64], ends: NDArray[np.int64], itemsize: int) -> Blocks:
-    """Return the sorted, unique numbers of the blocks that contain ranges of tokens, (num_ranges,)
+def blocks_of(begins: NDArray[np.int64], ends: NDArray[np.int64], row_bytes: int) -> Blocks:
+    """Return the sorted, unique numbers of the blocks that contain ranges of rows, (num_ranges,)
     each, sorted and without overlap."""
-    first, last = begins * itemsize // BLOCK_BYTES, -(-ends * itemsize // BLOCK_BYTES)
+    first, last = begins * row_bytes // BLOCK_BYTES, -(-ends * row_bytes // BLOCK_BYTES)
     # if two ranges share a block, count it for the first
     first[1:] = np.maximum(first[1:], last[:-1])
     counts = last - first
@@ -214,14 +252,14 @@ def blocks_of(begins: NDArray[np.int64], ends: NDArray[np.int64], itemsize: int)
     return np.repeat(first - before, counts) + np.arange(counts.sum())
 
 
-def read_consistently(wanted: list[tuple[RemoteTokens, Blocks]], read: Callable[[], T]) -> T:
+def read_consistently(wanted: list[tuple[RemoteRows, Blocks]], read: Callable[[], T]) -> T:
     """Wait until all blocks in ``wanted`` are in memory, call ``read``, and return its result.
     Raises TimeoutError if there is no progress for a long time (``Patience``), and the errors of
     ``RemoteObject.read``."""
-    for tokens, blocks in wanted:
-        tokens.pin(blocks)
+    for rows, blocks in wanted:
+        rows.pin(blocks)
     try:
-        absent = [(tokens, tokens.copy(blocks)) for tokens, blocks in wanted]
+        absent = [(rows, rows.copy(blocks)) for rows, blocks in wanted]
         patience: Patience | None = None
         while any(blocks.size for _, blocks in absent):
             patience = patience or Patience(
@@ -229,23 +267,85 @@ def read_consistently(wanted: list[tuple[RemoteTokens, Blocks]], read: Callable[
                 lambda: sum(t.num_missing(b) for t, b in wanted),
             )
             patience.check()  # blocks may be evicted again and again
-            requests = [tokens.want(blocks) for tokens, blocks in absent]
+            requests = [rows.want(blocks) for rows, blocks in absent]
             wait_for(set[Future[None]]().union(*requests), patience)
-            absent = [(tokens, tokens.copy(blocks)) for tokens, blocks in absent]
+            absent = [(rows, rows.copy(blocks)) for rows, blocks in absent]
         return read()
     finally:
-        for tokens, blocks in wanted:
-            tokens.unpin(blocks)
+        for rows, blocks in wanted:
+            rows.unpin(blocks)
 
 
 @dataclass(frozen=True)
 class RemotePair:
     """One version of a remote dataset."""
 
+    prefix: str
     local_prefix: str  # prefix of the copies of .idx and, if it exists, .meta.json
+    index_object: RemoteObject
     bin_object: RemoteObject
-    checksums: BlockChecksums | None
+    checksums: DatasetChecksums | None
     cache: Cache
+
+    def open_tokens(self, dtype: DTypeLike, num_tokens: int) -> RemoteRows:
+        """Return the tokens. Raises FormatError if the .checksums file belongs to another .bin, and
+        the errors of ``RemoteRows``."""
+        chunks, sums = Chunks(path_of(self.local_prefix, ".bin")), self.sums_of(self.bin_object)
+        return RemoteRows(self.bin_object, chunks, sums, dtype, (num_tokens,))
+
+    def open_columns(self, entries: Mapping[str, ColumnEntry]) -> dict[str, Column]:
+        """Return columns, given their entries of the meta file.
+
+        Raises:
+            FormatError: a column is missing or has another size, or the dataset was replaced after
+                it was opened.
+            MegapackError, OSError: see ``RemoteRows``, ``RemoteObject.read``.
+        """
+        columns = {}
+        for (name, entry), column in zip(
+            entries.items(), self.column_objects(entries), strict=True
+        ):
+            file_name, spec = split_address(column.url)[1], entry.spec
+            # An entry for each version, also if another tool replaced only this object.
+            chunks = Chunks(self.cache.entry(file_name, self.prefix, column) / file_name)
+            shape = (entry.bytes // spec.row_bytes, *spec.shape)
+            rows = RemoteRows(column, chunks, self.sums_of(column), spec.numpy_dtype, shape)
+            columns[name] = Column(name, entry, rows, rows.mapped_bytes)
+        return columns
+
+    def column_objects(self, entries: Mapping[str, ColumnEntry]) -> list[RemoteObject]:
+        """Return the objects of columns. Raises the errors of ``open_columns``."""
+        if not entries:
+            return []
+        urls = [f"{self.prefix}.{name}.col" for name in entries]
+        objects = find_objects(urls)
+        # An upload removes the .idx first: if it is still the same, so were the columns.
+        index = find_object(self.index_object.url)
+        if index is None or index.version != self.index_object.version:
+            raise FormatError(f"{self.prefix} was replaced after it was opened; open it again")
+        for entry, url, column in zip(entries.values(), urls, objects, strict=True):
+            if column is None or column.num_bytes != entry.bytes:
+                actual = "does not exist" if column is None else f"has {column.num_bytes:,} bytes"
+                raise FormatError(
+                    f"{url} {actual}; the meta file says {entry.bytes:,} bytes: upload the dataset "
+                    "again (`megapack-build upload`)"
+                )
+        return [column for column in objects if column is not None]
+
+    def sums_of(self, remote_object: RemoteObject) -> BlockChecksums | None:
+        """Return the checksums of .bin or a column; None without a .checksums file. Raises
+        FormatError if they belong to a file of another size."""
+        if self.checksums is None:
+            return None
+        suffix = remote_object.url.removeprefix(self.prefix)
+        sums = self.checksums.blocks.get(suffix)
+        if sums is None or sums.num_bytes != remote_object.num_bytes:
+            size = "no bytes" if sums is None else f"{sums.num_bytes:,} bytes"
+            raise FormatError(
+                f"{self.prefix}{SUFFIX} belongs to a {suffix} of {size}, not "
+                f"{remote_object.num_bytes:,}: upload the dataset again (`megapack-build upload`)"
+            )
+        return sums
 
 
 def open_remote_pair(prefix: str) -> RemotePair:
@@ -257,7 +357,7 @@ def open_remote_pair(prefix: str) -> RemotePair:
     meanwhile or is damaged, and the other errors of ``RemoteObject.read``.
     """
     cache = open_cache()
-    index, bin_object, meta, sums = _find(f"{prefix}{suffix}" for suffix in _SUFFIXES)
+    index, bin_object, meta, sums = find_objects(f"{prefix}{suffix}" for suffix in _SUFFIXES)
     if index is None or bin_object is None:
         raise missing(f"{prefix}{'.idx' if index is None else '.bin'}")
     _, name = split_address(prefix)
@@ -266,14 +366,9 @@ def open_remote_pair(prefix: str) -> RemotePair:
     checksums, digests = None, dict[str, str]()
     if sums is not None:
         path = path_of(local_prefix, SUFFIX)
-        cache.fetch(sums, path, BlockChecksums.read)
-        checksums = BlockChecksums.read(path)
+        cache.fetch(sums, path, DatasetChecksums.read)
+        checksums = DatasetChecksums.read(path)
         digests = {suffix: digest for suffix, (_, digest) in checksums.files.items()}
-        if checksums.bin_bytes != bin_object.num_bytes:
-            raise FormatError(
-                f"{prefix}{SUFFIX} belongs to a .bin of {checksums.bin_bytes:,} bytes, not "
-                f"{bin_object.num_bytes:,}: upload the dataset again (`megapack-build upload`)"
-            )
     if meta is not None:
         check = _has_checksum(digests.get(".meta.json"))
         cache.fetch(meta, path_of(local_prefix, ".meta.json"), check)
@@ -292,7 +387,7 @@ def open_remote_pair(prefix: str) -> RemotePair:
             prefix,
             SUFFIX,
         )
-    return RemotePair(local_prefix, bin_object, checksums, cache)
+    return RemotePair(prefix, local_prefix, index, bin_object, checksums, cache)
 
 
 def fetch_file(url: str, check: Callable[[Path], object] = lambda _: None) -> Path:
@@ -312,10 +407,12 @@ def fetch_file(url: str, check: Callable[[Path], object] = lambda _: None) -> Pa
 def exists(prefix: str) -> bool:
     """Return whether .idx and .bin of a remote dataset exist. Raises the other errors of
     ``RemoteObject.read``."""
-    return all(_find(f"{prefix}{suffix}" for suffix in (".idx", ".bin")))
+    return all(find_objects(f"{prefix}{suffix}" for suffix in (".idx", ".bin")))
 
 
-def _find(urls: Iterable[str]) -> list[RemoteObject | None]:
+def find_objects(urls: Iterable[str]) -> list[RemoteObject | None]:
+    """Return the present version of each object, or None. Raises the errors of
+    ``RemoteObject.read``, except that an object may be missing."""
     with ThreadPoolExecutor(len(_SUFFIXES)) as pool:
         return list(pool.map(find_object, urls))
 
