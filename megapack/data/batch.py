@@ -427,7 +427,8 @@ class Buffers(dict[str, torch.Tensor]):
         self.columns = columns
         # Arrays for C++, flat.
         self.arrays = {name: memory[name].numpy().view(dtype) for name, dtype in _NUMPY.items()}
-        self.column_arrays = [memory[name].numpy() for name in columns]
+        # An argument for C++, if there are columns.
+        self.column_arrays = ([memory[name].numpy() for name in columns],) if columns else ()
         self._leading = len(shape)
         self._shaped: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}
 

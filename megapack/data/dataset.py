@@ -294,7 +294,7 @@ class PackedDataset(Dataset[Batch]):
             layout = BatchLayout(micro_batch_tokens=capacity * len(ids))
         rows, row_tokens = layout.rows(capacity)
         buffers = out or self.allocate(layout.micro_batch_tokens, pin_memory=pin_memory)
-        if buffers.columns != self.columns:
+        if (self.columns or buffers.columns) and buffers.columns != self.columns:
             raise ConfigError(
                 f"the buffers have columns {list(buffers.columns)} and the data has "
                 f"{list(self.columns)}: make them with dataset.allocate(num_tokens)"
@@ -316,7 +316,7 @@ class PackedDataset(Dataset[Batch]):
                 arrays["labels"],
                 arrays["loss_mask"],
                 arrays["position_ids"],
-                buffers.column_arrays,
+                *buffers.column_arrays,
             )
 
         bounds = self.remote_reads.read(ids, gather)

@@ -272,7 +272,7 @@ def test_sources_without_a_column_are_refused_or_filled(tmp_path: Path) -> None:
         ({"experts": "require"}, "has no column experts"),
         ({"experts": "maybe"}, "experts is 'maybe'; it is 'require' or 'fill'"),
         (("expert",), "unknown column 'expert'; did you mean 'experts'"),
-        ({"reward": "fill"}, r"column reward is ColumnSpec\(.*token.* in .*a and .*target"),
+        ({"reward": "fill"}, r"column reward is float32, of token, .* in .*a and .* of target"),
     ):
         with pytest.raises(ConfigError, match=message):
             blend_of(tmp_path, columns, other)
