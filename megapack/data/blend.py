@@ -11,6 +11,7 @@
       - {name: chat, prefix: chat/docs, index: chat/docs.samples, weight: 0.1, labels: chat/turns}
       - {name: math, index: math.shards.json, weight: 0.1}      # many datasets as one source
       - {name: late, prefix: late/docs, index: late/docs.samples, weight: 0}  # see stages
+    columns: [experts, rewards]    # data per token; {rewards: fill}: some sources may lack it
     max_epochs: 4                  # a run that repeats a source more often is refused, unless
     run_tokens: 10_000_000_000     # its weight is lowered to last for this many tokens
     attention_window: 2048
@@ -33,7 +34,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -281,6 +282,9 @@ class BlendConfig:
     window (``megapack.data.stage_settings.Window``). None: to segments."""
     fim: FimConfig | None = None
     """Fill-in-the-middle (``megapack.data.fim``). None: off."""
+    columns: tuple[str, ...] | dict[str, str] = ()
+    """Columns that batches carry (``megapack.storage.columns``): a list of names, which all sources
+    must have; or name -> ``require``, or ``fill``: a source without it gives the fill value."""
 
     def __post_init__(self) -> None:
         if not self.sources:
@@ -324,6 +328,7 @@ class BlendConfig:
             run_tokens=self.run_tokens,
             stages=self.stages,
             attention_window=self.attention_window,
+            columns=self.columns,
         )
 
     def without_fim(self: B) -> B:
@@ -378,6 +383,8 @@ class Mixture:
     """Fill-in-the-middle (``megapack.data.fim``); None: off."""
     fim_rates: Sequence[float | None] | None = None
     """Share of every source's documents; None, for all or for one: ``fim.rate``."""
+    columns: Sequence[str] | Mapping[str, str] = ()
+    """Columns that batches carry, see ``BlendConfig``."""
 
     def of(self, names: Sequence[str]) -> Mixture:
         """Return the mixture with one value per source; use ``names`` if it has no names.

@@ -31,7 +31,7 @@ import xxhash
 
 from megapack import _core
 from megapack.config import check_range
-from megapack.data.batch import Batch, BatchLayout, MicroBatch, allocate, cut_slice
+from megapack.data.batch import Batch, BatchLayout, MicroBatch, cut_slice
 from megapack.data.dataset import PackedDataset
 from megapack.data.documents import RemoteReads
 from megapack.data.report import plan_run
@@ -260,7 +260,7 @@ def build_loader(
         A loader; iterating over it yields dicts of
 
         - tokens, labels, position_ids (int64), loss_mask (float32): (1, micro_batch_tokens) or
-          (rows, row_tokens);
+          (rows, row_tokens), and the columns of the data, (..., *shape of a row);
         - cu_seqlens, dataset_ids int32, max_seqlen int, and with alignment cu_seqlens_padded (see
           ``PackedDataset.micro_batch``). If ranks share a micro batch, these describe the whole,
           and the tensors above are the rank's slice (``cut_slice``), numbered by
@@ -390,7 +390,7 @@ class PackedLoader:
     def _gathered(self) -> Iterator[Batch]:
         # The trainer reads one, the gather writes one, ``prefetch`` are ready.
         ring = [
-            allocate(self.sampler.micro_batch_tokens, pin_memory=self.pin_memory)
+            self.dataset.allocate(self.sampler.micro_batch_tokens, pin_memory=self.pin_memory)
             for _ in range(self.prefetch + 2 if self.reuse_buffers else 0)
         ]
         indices = read_indices(self.dataset)
@@ -399,9 +399,12 @@ class PackedLoader:
             upcoming = prefetch_remote(upcoming, self.dataset.remote_reads)
         for i, item in enumerate(prefetch_local(upcoming, self.dataset, self.read_ahead)):
             layout, shared = self.layouts[item.capacity], item.sequence_parallel_size
-            size = layout.micro_batch_tokens
-            out = ring[i % len(ring)] if ring else allocate(size, pin_memory=self.pin_memory)
-            batch = self.dataset.micro_batch(**item.gathered_by, layout=layout, out=out)
+            batch = self.dataset.micro_batch(
+                **item.gathered_by,
+                layout=layout,
+                out=ring[i % len(ring)] if ring else None,
+                pin_memory=self.pin_memory,
+            )
             _, row_tokens = layout.rows(item.capacity)
             if shared > 1:
                 batch = cut_slice(batch, self.sampler.data_parallel_rank % shared, shared)

@@ -71,6 +71,8 @@ class DataConfig(StepConfig):
     gradients and differ in the unit of the weights (``megapack.data.sampler``)."""
     fim: FimConfig | None = None
     """Fill-in-the-middle of prefix and index; the manifest of a blend has its own."""
+    columns: tuple[str, ...] | dict[str, str] = ()
+    """Columns of prefix and index that batches carry; the manifest of a blend has its own."""
     pad_last: bool = False
     """If the micro batches of a step are not a multiple of the ranks: give the remaining ranks an
     empty micro batch. false: refuse such sizes. Unlike torch's ``drop_last``, it drops nothing."""
@@ -93,8 +95,11 @@ class DataConfig(StepConfig):
                 "data: give prefix and index (a shard manifest needs no prefix), or blend, and not "
                 "both"
             )
-        if self.blend and self.fim is not None:
-            raise ConfigError("data: fim is for prefix and index; a blend has it in its manifest")
+        for name in ("fim", "columns"):
+            if self.blend and getattr(self, name):
+                raise ConfigError(
+                    f"data: {name} is for prefix and index; a blend has it in its manifest"
+                )
         if self.valid_index is not None and self.valid_prefix is None:
             raise ConfigError(
                 "data: valid_index is given and valid_prefix is not; give its documents, too"
@@ -336,7 +341,8 @@ class OpenRun(PlannedRun):
         }
         self.blend = None if section.blend is None else load_blend(section.blend)
         if self.blend is None:
-            self.data = PackedDataset(section.prefix, name, fim=section.fim, **options)
+            options |= {"fim": section.fim, "columns": section.columns}
+            self.data = PackedDataset(section.prefix, name, **options)
         else:
             self.data = open_blend(self.blend, **options)
         super().__init__(config, self.data, self.decisions)

@@ -15,7 +15,7 @@ the step, which stores the number of exclusion lists in force.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -34,6 +34,7 @@ from megapack.data.steps import PLAIN, Attention, StepView
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex
 from megapack.packing.sharded import SourceIndex
+from megapack.storage.columns import ColumnSpec
 from megapack.storage.dataset import read_documents
 
 Ids = NDArray[np.int64]
@@ -252,6 +253,7 @@ class SampleSource:
         token_weights: digest of every index's loss weights per token; None, for all or for one
             index: no weights.
         fim: fill-in-the-middle with token ids; None: off.
+        columns: types of the columns that batches carry.
     """
 
     def __init__(
@@ -264,11 +266,13 @@ class SampleSource:
         counter: Callable[[Ids, StepView], LabelTotals] | None = None,
         token_weights: Sequence[str | None] | None = None,
         fim: Fim | None = None,
+        columns: Mapping[str, ColumnSpec] | None = None,
     ) -> None:
         if not indices:
             raise ConfigError("no sample index was given; give at least one")
         self.indices, self.attention, self._counter = list(indices), attention, counter
         self.token_weights, self.fim = list(token_weights or [None] * len(indices)), fim
+        self.columns = dict(columns or {})
         self.shards = Shards(self.indices)
         self.bases = self.shards.bases
         self.mixture = (mixture or Mixture()).of([str(i.path or i.strategy) for i in indices])

@@ -57,7 +57,8 @@ RESERVED = {
     *("max_seqlen", "dataset_ids", "weights", "groups", "sample_ids", "source", "capacity"),
     *("bucket", "step", "micro_step", "num_micro_steps", "num_step_label_tokens", "imbalance"),
     *("imbalance_in_order", "attention_window", "step_label_weight", "input_ids"),
-    *("attention_mask", "sequence_parallel_rank", "sequence_parallel_size"),
+    *("attention_mask", "sequence_parallel_rank", "sequence_parallel_size", "row_tokens"),
+    *("loss_weights", "token_mask"),
 }
 
 

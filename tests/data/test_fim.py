@@ -106,7 +106,7 @@ def expected_documents(
             whole = 1 < length == len(original) <= max(BUCKETS) - 4
             shown = original[begin : begin + length]
             if whole and definition.unit(key, 0) < rate:
-                shown = [token for token, _ in definition.transform_document(original, fim, key)]
+                shown = [token for token, *_ in definition.transform_document(original, fim, key)]
             result.append(shown)
     return result
 

@@ -137,5 +137,5 @@ def _transform(tokens: Tensor, fim: Fim, key: int) -> Tensor:
     """Return a whole document after fill-in-the-middle, without an end sentinel."""
     rule = definition.Fim(fim.prefix, fim.suffix, fim.middle, None, None, fim.spm_rate)
     return torch.tensor(
-        [token for token, _ in definition.transform_document(tokens.tolist(), rule, key)]
+        [token for token, *_ in definition.transform_document(tokens.tolist(), rule, key)]
     )

@@ -16,6 +16,7 @@ A micro batch is one row of segments under the argument names of transformers' a
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import logging
 import operator
@@ -379,10 +380,18 @@ class PackedTrainerMixin:
         self.neftune_hook_handle = embeddings.register_forward_hook(add_noise)
 
     def _inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        return {
+        inputs = {
             name: value.to(self.args.device) if isinstance(value, torch.Tensor) else value
             for name, value in model_inputs(batch).items()
         }
+        return self._without_columns(inputs)
+
+    def _without_columns(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Return inputs without the columns that are no arguments of the model: a ``compute_loss``
+        that uses them is called before this one."""
+        carried = {name for dataset in self._checked for name in dataset.columns}
+        known = inspect.signature(bare_model(self.model).forward).parameters if carried else ()
+        return {k: value for k, value in inputs.items() if k not in carried or k in known}
 
     def _check_loss(self, model: Any, batch: Batch) -> None:
         """Raise ConfigError if the loss of a micro batch does not use the labels of the batch.
@@ -474,6 +483,7 @@ class PackedTrainerMixin:
             self._lengths = lengths.repeat_interleave(lengths)
         if not model.training and "shift_labels" in inputs:
             num_items_in_batch = self._micro_batch_divisor(inputs)  # prediction_step weights it
+        inputs = self._without_columns(inputs)
         mask, weights = inputs.pop("token_mask", None), inputs.pop("loss_weights", None)
         if mask is not None and getattr(self, "aux_loss_enabled", False) and weights is None:
             weights = self._equal_weights(inputs, num_items_in_batch)

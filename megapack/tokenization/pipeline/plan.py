@@ -158,13 +158,10 @@ class BuildConfig:
             yield f"--min-words {few} is above --max-words {many}: no document can pass"
         if chat and (few is not None or many is not None):
             yield "--min-words and --max-words are for text: leave them or --messages-key out"
+        if chat and self.template_variables and self.chat_format != "template":
+            yield "--template-variables are for chat templates: leave out --chat-format headers"
         if chat and self.verify_fraction > 0:
             yield "--verify-fraction is for text; chat templates are always run by the reference"
-        if self.template_variables and not (chat and self.chat_format == "template"):
-            yield (
-                "--template-variables are for chat templates: give --messages-key, and leave out "
-                "--chat-format headers"
-            )
         if self.split_key is not None and (self.split is None or self.split_by != "hash"):
             yield "--split-key needs --split and --split-by hash"
         of_tokens = "--weights-key" if self.weights_key is not None else "--column"
@@ -184,13 +181,19 @@ class BuildConfig:
                 "--special-tokens text is for plain text (chat formats write special tokens), and "
                 "gigatoken alone cannot do it: leave out --messages-key and --backend gigatoken"
             )
+        if not chat:
+            yield from self._chat_options()
+
+    def _chat_options(self) -> Iterator[str]:
+        """Yield a sentence for each option that has no effect without conversations."""
         for option, given in (
             ("--label-names neox", self.label_names == "neox"),
             (f"--chat-loss {self.chat_loss}", self.chat_loss is not None),
             (f"--chat-format {self.chat_format}", self.chat_format != "template"),
             (f"--tools-key {self.tools_key!r}", self.tools_key != "tools"),
+            ("--template-variables", bool(self.template_variables)),
         ):
-            if given and not chat:
+            if given:
                 yield f"{option} is for conversations: give --messages-key, or leave it out"
 
     @property
