@@ -63,6 +63,7 @@ def main() -> None:
             device=here.device,
             seed=config.seed,
             zero_3=zero_3_configuration(config, here.size),
+            distill=config.distill,
             sequence_group=here.sequence_group,
         )
         held = sum(p.numel() for p in model.parameters())
