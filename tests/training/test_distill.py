@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+import signal
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,12 +16,24 @@ from hypothesis import strategies as st
 from reference import distillation as definition
 from torch import Tensor
 
+from megapack.config import load_config
+from megapack.errors import ConfigError
+from megapack.packing import pack
+from megapack.storage import IndexedDataset, IndexedDatasetBuilder
+from megapack.storage.column_edits import add_column
+from megapack.storage.columns import ColumnSpec
+from megapack.training.config import PretrainConfig
+from megapack.training.engine.inputs import check_teacher, open_inputs
 from megapack.training.model.loss import (
     NO_TEACHER,
     Teacher,
     linear_cross_entropy,
     top_log_probabilities,
 )
+
+from .conftest import BUCKETS, VOCAB, NewRun
+from .packing_helpers import check_gradients, plain, tiny_model
+from .processes import ROOT, Zygote
 
 # ---- The loss
 
@@ -136,3 +152,180 @@ def test_most_likely_tokens(vocab: int, tokens: int, chunk: int) -> None:
     expected: Tensor = scores.sort(1, descending=True)[0][:, :k]
     torch.testing.assert_close(best, expected)
     torch.testing.assert_close(scores.gather(1, ids.long()), best)
+
+
+# ---- Runs
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory: pytest.TempPathFactory, zygote: Zygote) -> Path:
+    """Whole documents in their samples, with a teacher's columns in float32; and the teacher."""
+    folder = tmp_path_factory.mktemp("documents")
+    random = np.random.default_rng(0)
+    with IndexedDatasetBuilder(folder / "train", np.uint16, vocab_size=VOCAB) as builder:
+        for length in random.integers(2, 120, 400).tolist():
+            steps = random.choice([0, 1, 2], size=length, p=[0.2, 0.6, 0.2])
+            builder.add_document((random.integers(VOCAB) + steps.cumsum()) % VOCAB)
+    dataset = IndexedDataset(folder / "train")
+    index = pack(dataset.document_lengths, "bucket", buckets=BUCKETS)
+    index.save(folder / "train.samples", source=dataset)
+    model = tiny_model("llama_tiny", seed=7, vocab_size=VOCAB)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2.0)
+    model.save(folder / "teacher")
+    words = ["--model", str(folder / "teacher"), "--data", str(folder / "train"), "--top-k", "6"]
+    words += ["--dtype", "float32", "--context", "128", "--forward-tokens", "300", "--overlap", "0"]
+    argv = [str(ROOT / "launch" / "teacher.py"), *words]
+    zygote.start(argv, 2, folder / "log").succeed()
+    halves = ["--dtype", "bfloat16", "--ids", "half_ids", "--logits", "half_logits"]
+    zygote.start([*argv, *halves], 1, folder / "log").succeed()
+    return folder
+
+
+def _sections(documents: Path, **more: Any) -> dict[str, Any]:
+    prefix = documents / "train"
+    data = {"prefix": str(prefix), "index": f"{prefix}.samples"}
+    data |= {"columns": ["teacher_ids", "teacher_logits"]}
+    return {"data": data, "distill": {"alpha": 0.7, "temperature": 2.0}, **more}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_columns_train_like_the_teacher_online(
+    documents: Path, new_run: NewRun, stage: int
+) -> None:
+    """Loss and gradient of 2 ranks; the teacher forwards the micro batches of the run."""
+    engine = {"precision": "fp32", "zero_stage": stage}
+    run = new_run(num_steps=3, **_sections(documents, engine=engine))
+    stored = run.worker(2)
+    online = run.worker(2, env={"TEACHER_ONLINE": str(documents / "teacher")})
+    assert min(stored["divergences"]) > 0.1
+    for name in ("losses", "divergences", "norms"):
+        assert stored[name] == pytest.approx(online[name], rel=1e-6), name
+    for name, grad in online["grads"].items():
+        error = (stored["grads"][name] - grad).abs().max() / grad.abs().max()
+        assert error < 1e-6, f"{name}: {error:.1e}"
+
+
+def test_bfloat16_columns_train_alike(documents: Path, new_run: NewRun) -> None:
+    """Half the bytes of float32; 8 bits of a log-probability, so .4 % of a probability near 1/e."""
+    sections = _sections(documents, engine={"precision": "fp32", "zero_stage": 0})
+    whole = new_run("whole", num_steps=3, **sections).worker(1)
+    names = {"ids": "half_ids", "logits": "half_logits"}
+    sections["data"]["columns"] = list(names.values())
+    sections["distill"] |= names
+    half = new_run("half", num_steps=3, **sections).worker(1)
+    assert half["divergences"] != whole["divergences"]
+    assert half["divergences"] == pytest.approx(whole["divergences"], rel=5e-3)
+    for name, grad in whole["grads"].items():
+        error = (half["grads"][name] - grad).abs().max() / grad.abs().max()
+        assert error < 1e-2, f"{name}: {error:.1e}"
+
+
+def test_the_gradient_equals_the_definition(documents: Path, new_run: NewRun) -> None:
+    """2 ranks with ZeRO 0, 3 and sequence parallelism, against documents one by one."""
+    run = new_run(num_steps=1, **_sections(documents))
+    inputs, student = plain(load_config(PretrainConfig, run.config))
+    teacher = tiny_model("llama_tiny", seed=7, vocab_size=VOCAB)
+    with torch.no_grad():
+        for parameter in teacher.parameters():
+            parameter.mul_(2.0)
+    teacher.model.set_attn_implementation("eager")
+    total, apart, count = torch.zeros(()), 0.0, 0
+    for sample in inputs.schedule.step(0).sample_ids.tolist():
+        for document, begin, length in inputs.schedule.samples.segments(sample)[1]:
+            tokens = torch.tensor(inputs.data.datasets[0].open(0).documents[document]).long()
+            assert (begin, length) == (0, len(tokens))
+            scores = student.model(input_ids=tokens[None, :-1], use_cache=False).logits[0]
+            with torch.no_grad():
+                theirs = teacher.model(input_ids=tokens[None, :-1], use_cache=False).logits[0]
+            values, ids = theirs[:, :VOCAB].double().log_softmax(1).topk(6)
+            for i, label in enumerate(tokens[1:].tolist()):
+                row = (ids[i].tolist(), values[i].tolist())
+                total = total + definition.loss(scores[i], label, *row, alpha=0.7, temperature=2.0)
+                apart += float(definition.divergence(scores[i].detach(), *row, 2.0))
+                count += 1
+    (total / count).backward()
+    alone = {"data": {"micro_batch_tokens": 64}}
+    for ranks, engine, data in (
+        (2, {"zero_stage": 0}, {}),
+        (2, {"zero_stage": 3}, {}),
+        (2, {"zero_stage": 1, "sequence_parallel_size": 2}, alone),
+    ):
+        sections = _sections(documents, engine=engine)
+        sections["data"] |= data.get("data", {})
+        found = new_run("_".join(map(str, engine.values())), num_steps=1, **sections).worker(ranks)
+        assert found["divergences"][0] == pytest.approx(apart / count, rel=1e-5)
+        check_gradients(found["grads"], student)
+
+
+def test_a_killed_run_resumes_exactly(documents: Path, new_run: NewRun) -> None:
+    checkpoint = {"asynchronous": False}
+    whole = new_run("whole", **_sections(documents, checkpoint=checkpoint))
+    assert "distillation " in whole.succeed()
+    run = new_run("killed", **_sections(documents, checkpoint=checkpoint))
+    codes = run.start(faults={1: {"kill_before_step": [4]}}).wait()
+    assert codes[1] == -signal.SIGKILL
+    changed = run.start("distill.alpha=0.5")
+    changed.end_with(1, "distill.alpha was 0.7 and is 0.5")
+    run.succeed()
+    for name in ("step", "samples", "loss", "distillation_loss", "grad_norm"):
+        assert [line[name] for line in run.log] == [line[name] for line in whole.log], name
+
+
+def test_other_columns_do_not_continue_a_run(
+    documents: Path, new_run: NewRun, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(documents, copy)
+    run = new_run("run", **_sections(copy))
+    run.succeed("stop_at=3")
+    column = IndexedDataset(copy / "train").columns["teacher_logits"]
+    changed = column.rows - np.float32(0.1)
+    add_column(copy / "train", "teacher_logits", changed, column.spec, overwrite=True)
+    run.start().end_with(1, "data.content was")
+
+
+def test_columns_that_are_no_teacher_are_refused(
+    documents: Path, new_run: NewRun, tmp_path: Path
+) -> None:
+    prefix = tmp_path / "train"
+    for suffix in (".bin", ".idx", ".meta.json", ".samples"):
+        shutil.copy(f"{documents}/train{suffix}", f"{prefix}{suffix}")
+    meta = IndexedDataset(documents / "train")
+    num = meta.num_tokens
+    Path(f"{prefix}.meta.json").unlink()
+    ids = np.tile(np.arange(3), (num, 1))
+    target: dict[str, Any] = {"shape": (3,), "of": "target"}
+    columns = {
+        "ids": (ids, ColumnSpec(dtype="int32", **target)),
+        "logits": (ids - 4.0, ColumnSpec(dtype="float32", fill=1, **target)),
+        "floats": (ids + 1.0, ColumnSpec(dtype="float32", **target)),
+        "wide": (np.zeros((num, 4)), ColumnSpec(dtype="float32", shape=(4,), of="target")),
+        "of_token": (ids, ColumnSpec(dtype="int32", shape=(3,))),
+        "no_fill": (ids - 4.0, ColumnSpec(dtype="float32", **target)),
+        "twice": (ids * 0, ColumnSpec(dtype="int32", **target)),
+        "large": (ids + 126, ColumnSpec(dtype="int32", **target)),
+    }
+    for name, (values, spec) in columns.items():
+        add_column(prefix, name, values, spec)
+
+    def check(**distill: str) -> None:
+        sections = _sections(tmp_path, distill=distill, model={"vocab_size": VOCAB})
+        sections["data"]["columns"] = list(columns)
+        config = load_config(PretrainConfig, new_run("run", **sections).config)
+        assert config.distill is not None
+        check_teacher(config.distill, open_inputs(config).data, 128)
+
+    check(ids="ids", logits="logits")
+    for ids_of, logits, message in (
+        ("teacher_ids", "logits", r"do not carry column teacher_ids; write it \(megapack-teacher"),
+        ("floats", "logits", "ids are integers and logits are floats"),
+        ("ids", "wide", r"both have the same shape \[k\]"),
+        ("of_token", "logits", "both are of: target"),
+        ("ids", "no_fill", "the fill value of logits is above 0"),
+        ("twice", "logits", "column twice of .* repeats an id in a row"),
+        ("large", "logits", "has ids from 126 to 128, and the model has 128 ids"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check(ids=ids_of, logits=logits)
