@@ -662,6 +662,19 @@ weights_of_gradients: the loss is weighted and its gradient is not
 -             slope *= label_weights[rows].unsqueeze(1)
 +             slope = slope
 
+megapack/training/model/loss.py: tests/training/test_distill.py -k definition
+distilled_without_teacher: tokens without a teacher lose a part of their cross entropy
+-         alpha = teacher.alpha * has_teacher.to(losses.dtype)
++         alpha = torch.full_like(log_sum, teacher.alpha)
+distilled_remainder: the slope of all other tokens has the size of the whole bucket
+-     slope *= weight + alpha * by_bucket[:, -1:] / remainder
++     slope *= weight + alpha * by_bucket[:, -1:]
+
+megapack/training/teacher.py: tests/training/test_teacher.py -k predicted_once
+teacher_overlap: the first new token of a window is predicted by the window before, too
+- targets = np.where(number == 0, 1, begins + overlap + 1)
++ targets = np.where(number == 0, 1, begins + overlap)
+
 megapack/training/model/training_model.py: tests/training/test_evaluate.py
 validation_z_loss: the z-loss counts in validation, too
 - z_loss=self.z_loss if self.training else 0.0,

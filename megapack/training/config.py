@@ -2,7 +2,8 @@
 
 ``PretrainConfig`` has one field per section: ``ModelConfig``, ``DataConfig``
 (``megapack.data.run``), ``OptimizerConfig``, ``LearningRateConfig``, ``CheckpointConfig``,
-``EvaluationConfig``, ``LoggingConfig``, ``AutopilotConfig``, ``MixingConfig``, ``EngineConfig``.
+``EvaluationConfig``, ``LoggingConfig``, ``AutopilotConfig``, ``MixingConfig``, ``DistillConfig``,
+``EngineConfig``.
 ``megapack-pretrain --config x.yaml --set a.b=v`` reads a file and overrides fields; ``--dry-run
 --show-config`` prints the result. The classes check names, ranges and conflicts without torch.
 
@@ -328,6 +329,30 @@ class MixingConfig:
             raise ConfigError("mixing: options need a rule; set rule, too")
 
 
+@dataclass(frozen=True, kw_only=True)
+class DistillConfig:
+    """Distillation from a teacher whose most likely tokens are columns (``megapack-teacher``).
+
+    The loss of a label is ``(1 - alpha) * cross entropy + alpha * temperature^2 * KL(teacher ||
+    student)`` over the teacher's most likely tokens and one bucket for all others
+    (``megapack.training.model.loss``); that of a token without a teacher is the cross entropy. The
+    log has both parts: ``loss`` and ``distillation_loss``. Validation measures the cross entropy.
+    """
+
+    alpha: float = 0.5
+    """Weight of the divergence from the teacher; 1: no cross entropy."""
+    temperature: float = 1.0
+    """Exponent ``1 / temperature`` of the probabilities of both models before they are compared."""
+    ids: str = "teacher_ids"
+    """Column of token ids."""
+    logits: str = "teacher_logits"
+    """Column of their log-probabilities."""
+
+    def __post_init__(self) -> None:
+        check_range("distill", above=0, at_most=1, alpha=self.alpha)
+        check_range("distill", above=0, at_most=1e3, temperature=self.temperature)
+
+
 # Key of DeepSpeed's configuration -> key of this configuration that sets it.
 DECIDED = {
     "train_batch_size": "data.tokens_per_step",
@@ -477,6 +502,8 @@ class PretrainConfig:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     autopilot: AutopilotConfig = field(default_factory=AutopilotConfig)
     mixing: MixingConfig = field(default_factory=MixingConfig)
+    distill: DistillConfig | None = None
+    """null: the loss is the cross entropy."""
     engine: EngineConfig = field(default_factory=EngineConfig)
 
     def __post_init__(self) -> None:

@@ -213,6 +213,7 @@ def prepare(
         device=world.device,
         seed=config.seed,
         zero_3=zero_3_configuration(config, world.size),
+        distill=config.distill,
         sequence_group=world.sequence_group,
         progress=partial(world.progress.inside, "the weights of the model"),
     )

@@ -111,7 +111,7 @@ def test_loss_and_gradients_ignore_padding(name: str, checkpointing: bool, tmp_p
     if checkpointing:
         model.checkpoint_activations()
     ids = torch.tensor([0, 0, 0, -1], dtype=torch.int32)
-    loss, losses, balance = model(**padded.arguments(), dataset_ids=ids, scale=1 / count)
+    loss, losses, balance, _ = model(**padded.arguments(), dataset_ids=ids, scale=1 / count)
     loss.backward()
     assert loss.item() == pytest.approx(float(theirs.loss), rel=1e-6)
     assert balance.item() / count == pytest.approx(float(theirs.aux_loss), rel=1e-6)

@@ -367,7 +367,7 @@ def test_smoothing_is_unbiased_and_forgets() -> None:
         smooth([1.0], 2.0)
 
 
-@pytest.mark.parametrize("command", ["pretrain", "evaluate", "export"])
+@pytest.mark.parametrize("command", ["pretrain", "evaluate", "export", "teacher"])
 def test_environment_without_torch_is_told_what_to_install(command: str) -> None:
     """All missing packages are named, not the first failing import."""
     without = f"import sys; sys.modules['deepspeed'] = None; import megapack.training.{command}"

@@ -36,9 +36,10 @@ from megapack.packing import SampleIndex, pack
 from megapack.packing.sharded import SourceIndex
 from megapack.storage import IndexedDataset
 from megapack.storage.address import is_remote
+from megapack.storage.columns import Column
 from megapack.storage.dataset import read_lengths_file
 from megapack.storage.metadata import check_bin
-from megapack.training.config import PretrainConfig
+from megapack.training.config import DistillConfig, PretrainConfig
 from megapack.training.engine.deepspeed_config import check_deepspeed
 from megapack.training.engine.world import World
 from megapack.training.model.architecture import (
@@ -206,11 +207,65 @@ def check_run(config: PretrainConfig, run: PlannedRun, num_ranks: int) -> Any:
                 _check_positions(data.samples.indices, architecture, valid, str(data))
             for data in (run.data, *run.held_out):
                 check_token_ids(data, architecture.vocab_size)
+            if config.distill is not None:
+                check_teacher(config.distill, run.data, architecture.vocab_size)
     except ConfigError:
         if isinstance(run, Inputs):
             _verify(run)  # a damaged index may be the cause
         raise
     return architecture
+
+
+def check_teacher(distill: DistillConfig, data: PackedDataset, vocab_size: int) -> None:
+    """Check that the batches carry a teacher's columns, and that their ids are the model's.
+
+    Reads some rows of every open shard. Raises ConfigError.
+    """
+    names = (distill.ids, distill.logits)
+    if missing := [name for name in names if name not in data.columns]:
+        raise ConfigError(
+            f"distill: the data do not carry column {missing[0]}; write it (megapack-teacher), and "
+            f"set data.columns: [{', '.join(names)}] (of a blend: columns in its manifest)"
+        )
+    ids, logits = (data.columns[name] for name in names)
+    problem = None
+    if "int" not in ids.dtype or "float" not in logits.dtype:
+        problem = "ids are integers and logits are floats"
+    elif len(ids.shape) != 1 or ids.shape != logits.shape:
+        problem = "both have the same shape [k]"
+    elif (ids.of, logits.of) != ("target", "target"):
+        problem = "both are of: target, since they belong to the token that they predict"
+    elif logits.fill <= 0:
+        problem = "the fill value of logits is above 0, which marks tokens without a teacher"
+    if problem is not None:
+        columns = f"{names[0]} is {ids} and {names[1]} is {logits}"
+        raise ConfigError(f"distill: column {columns}; {problem}: write them with megapack-teacher")
+    for source in data.datasets:
+        for shard in range(0, source.num_shards, max(1, source.num_shards // _SAMPLED)):
+            opened = source.open(shard).columns
+            if all(name in opened for name in names):
+                _check_ids(opened[names[0]], opened[names[1]], vocab_size, source.prefix)
+
+
+_SAMPLED = 64  # shards of a source, stretches of a shard
+
+
+def _check_ids(ids: Column, logits: Column, vocab_size: int, prefix: str) -> None:
+    for begin in np.linspace(0, len(ids.rows), _SAMPLED, endpoint=False).astype(int).tolist():
+        rows = np.sort(np.asarray(ids.rows[begin : begin + 16]).astype(np.int64), axis=1)
+        numbers = logits.spec.numbers(np.asarray(logits.rows[begin : begin + 16]))
+        rows = rows[numbers[:, 0] <= 0]  # others have no teacher
+        repeated = (np.diff(rows, axis=1) == 0).any()
+        if repeated or (rows.size and not 0 <= rows.min() <= rows.max() < vocab_size):
+            what = (
+                "repeats an id in a row"
+                if repeated
+                else f"has ids from {rows.min()} to {rows.max()}"
+            )
+            raise ConfigError(
+                f"distill: column {ids.name} of {prefix} {what}, and the model has {vocab_size} "
+                "ids; write it with a teacher of the same tokenizer"
+            )
 
 
 def _check_positions(

@@ -33,7 +33,7 @@ from megapack.attention import (
     register,
 )
 from megapack.errors import ConfigError
-from megapack.training.config import EngineConfig, ModelConfig
+from megapack.training.config import DistillConfig, EngineConfig, ModelConfig
 from megapack.training.model.architecture import (
     attention_needs,
     check_checkpoint,
@@ -115,6 +115,7 @@ def open_model(
     seed: int = 0,
     empty: bool = False,
     zero_3: Mapping[str, Any] | None = None,
+    distill: DistillConfig | None = None,
     sequence_group: Any = None,
     progress: Callable[[], object] = lambda: None,
 ) -> tuple[TrainingModel, Choice]:
@@ -127,6 +128,7 @@ def open_model(
         architecture: result of ``model_configuration``.
         empty: build on the meta device, for an estimate.
         zero_3: DeepSpeed's configuration, if ZeRO-3 divides parameters; else None.
+        distill: see ``TrainingModel``.
         sequence_group: process group of the ranks that share long samples.
         progress: called for every loaded tensor (not with ``zero_3``).
 
@@ -150,6 +152,7 @@ def open_model(
             chunk_tokens=engine.loss_chunk_tokens,
             fused_loss=engine.compile,
             zero_3=zero_3,
+            distill=distill,
             sequence_group=sequence_group,
             progress=progress,
         )
@@ -242,6 +245,7 @@ def build_model(
     chunk_tokens: int = 2048,
     fused_loss: bool = False,
     zero_3: Mapping[str, Any] | None = None,
+    distill: DistillConfig | None = None,
     sequence_group: Any = None,
     progress: Callable[[], object] = lambda: None,
 ) -> TrainingModel:
@@ -284,6 +288,7 @@ def build_model(
         chunk_tokens=chunk_tokens,
         fused_loss=fused_loss,
         z_loss=config.z_loss,
+        distill=distill,
         sequence_group=sequence_group,
     ).train()
 
