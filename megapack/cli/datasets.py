@@ -16,7 +16,7 @@ from megapack.storage.address import is_remote, split_address
 from megapack.storage.index_file import BESIDE
 from megapack.storage.remote.client import names_in
 
-_NAMELESS = (".meta.json", ".idx.orig", ".lock", ".manifest.json", ".checksums")
+_NAMELESS = (".meta.json", ".idx.orig", ".lock", ".manifest.json", ".checksums", ".col")
 COMPANIONS = (".bin", ".samples", SUFFIX, *_NAMELESS)
 
 

@@ -60,11 +60,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "thread); writes PREFIX.groups, for `pack --groups` (default: no groups)",
     )
     _add_tokens(parser.add_argument_group("tokens"))
+    values = parser.add_argument_group("values of tokens")
     add_fields(
-        parser.add_argument_group("loss weights"),
+        values,
         weights_key="JSON key or column with the loss weights of a text: a number per token, spans "
         "[begin, end, weight] of its characters, or the path of a .npy; writes a second "
         "dataset, PREFIX.weights (default: no weights)",
+    )
+    add_shared(
+        values,
+        "--column",
+        help="SOURCE is a JSON key or column of the corpus with a row per token, spans [begin, "
+        "end, row] of characters, or the path of a .npy, relative to the input file; tokens "
+        "without a value get the fill value (default TYPE: dtype and shape of the first document, "
+        "token, fill=0)",
     )
     _add_chats(parser.add_argument_group("conversations"))
     add_fields(

@@ -23,6 +23,7 @@ from megapack.errors import DataError, MegapackError
 from megapack.executors import Counted, prepare_processes, run_shards
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from megapack.storage.index_file import WEIGHTS, path_of, read_header
+from megapack.storage.index_writer import dataset_files
 from megapack.storage.merge import merge
 from megapack.storage.remote.copies import local_output
 from megapack.tokenization.corpus.documents import SPLIT_NAMES, ordered_split
@@ -271,7 +272,9 @@ def assemble(
         done += 1
         progress(done, len(shards) * len(outputs))
         if remove and used_up:
-            path_of(dataset, ".bin").unlink()
+            for path in dataset_files(dataset):
+                if path.suffix in (".bin", ".col"):
+                    path.unlink()
 
     ranges: dict[str, range] = {}  # documents of each split; {}: shards are joined whole
     if plan.split is not None and not plan.split_while_writing:
@@ -325,4 +328,5 @@ def _append(builder: IndexedDatasetBuilder, prefix: str, low: int, high: int, co
         tokens = dataset.tokens[bounds[0] : bounds[-1]]
         if prefix.endswith(WEIGHTS):
             tokens = tokens.view(np.float16)
-        builder.add_documents(tokens, bounds - bounds[0])
+        columns = {n: c.rows[bounds[0] : bounds[-1]] for n, c in dataset.columns.items()}
+        builder.add_documents(tokens, bounds - bounds[0], columns=columns)

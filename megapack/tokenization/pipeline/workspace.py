@@ -54,7 +54,7 @@ from megapack.tokenization.corpus.documents import (
     lacks_documents,
 )
 from megapack.tokenization.corpus.inputs import input_digest
-from megapack.tokenization.pipeline.plan import Plan, differences
+from megapack.tokenization.pipeline.plan import Plan, differences, ending_of
 from megapack.tokenization.tokenizers.coding import Coder
 from megapack.tokenization.tokenizers.probe import sample_blocks
 from megapack.units import size
@@ -180,8 +180,13 @@ class Workspace:
                 raise
             before = None
         is_new = [
-            check_prefix(p, overwrite=overwrite, difference=partial(self._difference, before, p))
-            for p in self._config.outputs.values()
+            check_prefix(
+                p,
+                overwrite=overwrite,
+                difference=partial(self._difference, before, p),
+                columns=() if ending_of(stream) else self._plan.columns,
+            )
+            for stream, p in self._config.outputs.items()
         ]
         all_exist = all(map(IndexedDataset.exists, self._config.outputs.values()))
         return (
@@ -389,6 +394,7 @@ def estimate_build(plan: Plan, coder: Coder) -> Estimate:
     for end in plan.ends:
         stored = documents if end == GROUPS else tokens
         num_bytes += stored * np.dtype(plan.stored(end)["dtype"]).itemsize
+    num_bytes += tokens * sum(spec.row_bytes for spec in plan.columns.values())
     return Estimate(
         num_documents=round(documents * scale),
         num_tokens=round(tokens * scale),

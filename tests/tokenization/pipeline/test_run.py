@@ -100,7 +100,7 @@ def test_loss_weights_stay_with_their_documents(tmp_path: Path, run_build: Build
                 assert own.view(np.float16).tolist() == [wanted] * len(tokens)
                 seen += 1
         assert seen == 20
-    with pytest.raises(DataError, match=r"x.jsonl:1: unusable loss weights .weights have shape"):
+    with pytest.raises(DataError, match=r"x.jsonl:1: unusable loss weights .there are 1 rows"):
         run_build(rows, **options)
     with pytest.raises(ConfigError, match="--weights-key is for text"):
         run_build(rows, **options, messages_key="m")
