@@ -36,6 +36,7 @@ from transformers.trainer_callback import ExportableState
 from megapack.attention import ATTENTION_NAME, check_architecture
 from megapack.attention.experts import LoadBalancing
 from megapack.attention.probe import probe
+from megapack.attention.routes import COLUMN, check_replay, replay_routes, routes_shape
 from megapack.attention.transformers_interface import add_segment_numbers
 from megapack.data import Batch, PackedDataset, Schedule, check_token_ids
 from megapack.data.report import check_labels
@@ -111,21 +112,26 @@ def check_model(
         if longest is None:
             longest = dataset.longest_position()
 
-    def build(configuration: Any, implementation: str) -> Any:
-        options = {"attn_implementation": implementation, "dtype": torch.float32}
-        if text is bare.config:
-            return type(bare)._from_config(configuration, **options)
-        return transformers.AutoModelForCausalLM.from_config(configuration, **options)
-
     with _without_zero3():
         check_architecture(
             text,
             attention=text._attn_implementation,
-            build=build,
+            build=_builder(bare),
             device=bare.device if device is None else device,
             dtype=bare.dtype if dtype is None else dtype,
             longest=longest,
         )
+
+
+def _builder(bare: Any) -> Any:
+    """Return a function that builds models of a model's text decoder (``check_architecture``)."""
+    whole = bare.config.get_text_config(decoder=True) is bare.config
+    kind = type(bare)._from_config if whole else transformers.AutoModelForCausalLM.from_config
+
+    def build(configuration: Any, implementation: str) -> Any:
+        return kind(configuration, attn_implementation=implementation, dtype=torch.float32)
+
+    return build
 
 
 @contextmanager
@@ -249,10 +255,13 @@ class PackedTrainerMixin:
         probe: before training, check the model on two early micro batches (seven forwards, see
             ``megapack.attention.probe``; the log has their duration), and then once that the loss
             uses the labels.
+        replay_routes: every token uses the experts that the column ``routes`` of the training
+            dataset records for it (``megapack.attention.routes``).
         allow_change: keys that may differ at a resume; the error names them.
     """
 
     probe: bool = True
+    replay_routes: bool = False
     allow_change: tuple[str, ...] = ()
     args: Any
     model: Any
@@ -445,6 +454,10 @@ class PackedTrainerMixin:
         """Compute Trainer's loss, but weight the load-balancing loss of a mixture of experts by the
         labels of the micro batch (``megapack.attention.experts``): Trainer would add it in full for
         every micro batch and rank, and include padding."""
+        if COLUMN in inputs:
+            routes = inputs.pop(COLUMN)
+            with replay_routes(self.model, routes):
+                return self.compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self._to_probe is not None and model.training:
             batches, self._to_probe = self._to_probe, None
             steps = min(LOOKED_AT, len(batches) // batches.num_micro_steps)
@@ -552,9 +565,22 @@ class PackedTrainerMixin:
         balanced = getattr(self.model.config, "output_router_logits", False)
         of_rank.with_token_mask = balanced and LoadBalancing.of(self.model) is not None
         of_rank.with_loss_weights = True
+        of_rank.with_routes = self.replay_routes and not evaluated
+        if of_rank.with_routes:
+            self._check_routes(batches.dataset)
         custom = (self.compute_loss_func, self.label_smoother)  # type: ignore[attr-defined]
         of_rank.for_own_shift = custom != (None, None) and not evaluated
         return of_rank
+
+    def _check_routes(self, dataset: PackedDataset) -> None:
+        column, model = dataset.columns.get(COLUMN), bare_model(self.model)
+        if column is None or column.of != "token" or column.shape != routes_shape(model):
+            raise ConfigError(
+                f"replay_routes is True, and the dataset has {COLUMN!r} as {column}: open it with "
+                f"columns=[{COLUMN!r}], recorded with shape {list(routes_shape(model))} of token"
+            )
+        with _without_zero3():
+            check_replay(model.config.get_text_config(decoder=True), _builder(model))
 
     def _loader(self, batches: MicroBatches) -> DataLoader[dict[str, Any]]:
         # Accelerate's loader marks the last batch, which batch_eval_metrics needs.

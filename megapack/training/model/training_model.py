@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -21,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from megapack.attention import LoadBalancing, token_mask, varlen_arguments
+from megapack.attention import LoadBalancing, replay_routes, token_mask, varlen_arguments
+from megapack.attention.routes import COLUMN
 from megapack.attention.transformers_interface import add_segment_numbers
 from megapack.data import Batch
 from megapack.data.batch import slot_tokens
@@ -41,6 +43,7 @@ class TrainingModel(nn.Module):
         fused_loss: compile the elementwise part of the loss.
         z_loss: coefficient of the z-loss (``linear_cross_entropy``).
         sequence_group: process group of the ranks that share long samples.
+        replays: replay ``expert_routes`` of a forward; False: ignore them.
     """
 
     def __init__(
@@ -51,9 +54,11 @@ class TrainingModel(nn.Module):
         fused_loss: bool = False,
         z_loss: float = 0.0,
         sequence_group: Any = None,
+        replays: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
+        self.replays = replays
         add_segment_numbers(model)
         self.chunk_tokens = chunk_tokens
         self.fused_loss = fused_loss
@@ -80,6 +85,8 @@ class TrainingModel(nn.Module):
         text = f"{self.configuration.model_type}, {self.num_parameters:,} parameters"
         if self.z_loss:
             text += f", with {self.z_loss:g} times the z-loss"
+        if self.replays:
+            text += ", with replayed routes"
         if self.balancing is not None:
             return f"{text}, with {self.balancing}"
         if self.unused_balancing is not None:
@@ -122,6 +129,7 @@ class TrainingModel(nn.Module):
         max_seqlen: int,
         label_weights: Tensor | None = None,
         dataset_ids: Tensor | None = None,
+        expert_routes: Tensor | None = None,
         scale: float = 1.0,
         sequence_parallel_size: int = 1,
         sequence_parallel_rank: int = 0,
@@ -135,6 +143,8 @@ class TrainingModel(nn.Module):
             label_weights: ``[1, T]`` float32, factors on the loss of every label; None: 1.
             dataset_ids: ``[segments]`` int32, of the whole micro batch, -1 for padding; None: no
                 padding.
+            expert_routes: ``[1, T, layers, top_k]``, experts to replay (``replay_routes``); None:
+                the router's choices.
             scale: factor on the first result.
 
         Returns:
@@ -148,7 +158,9 @@ class TrainingModel(nn.Module):
         segments = cu_seqlens, max_seqlen, sequence_parallel_size
         balancing = self.balancing if self.training else None
         options = {} if self.balancing is None else {"output_router_logits": self.training}
-        outputs = self._outputs(tokens, position_ids, *segments, **options)
+        routes = expert_routes if self.replays else None
+        with nullcontext() if routes is None else replay_routes(self.model, routes):
+            outputs = self._outputs(tokens, position_ids, *segments, **options)
         hidden = outputs.last_hidden_state.flatten(0, 1)
         head: Any = self.model.get_output_embeddings()  # type: ignore[operator]
         # Some architectures scale their logits: Cohere has a factor, Granite a divisor.
@@ -235,6 +247,8 @@ def on_device(batch: Batch, device: torch.device, config: EngineConfig) -> dict[
     tensors = {name: batch[name] for name in names}
     if is_weighted(batch):
         tensors["label_weights"] = batch["loss_mask"]
+    if COLUMN in batch:
+        tensors["expert_routes"] = batch[COLUMN]
     return {
         **{name: value.to(device, non_blocking=True) for name, value in tensors.items()},
         "max_seqlen": longest_segment(batch, config),
