@@ -39,6 +39,7 @@ from megapack.attention.probe import probe
 from megapack.attention.routes import COLUMN, check_replay, replay_routes, routes_shape
 from megapack.attention.transformers_interface import add_segment_numbers
 from megapack.data import Batch, PackedDataset, Schedule, check_token_ids
+from megapack.data.batch import MTP_TARGETS
 from megapack.data.report import check_labels
 from megapack.data.resume import (
     ORDER_FIELDS,
@@ -369,9 +370,10 @@ class PackedTrainerMixin:
         return self._without_columns(inputs)
 
     def _without_columns(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Return inputs without the columns that are no arguments of the model: a ``compute_loss``
-        that uses them is called before this one."""
+        """Return inputs without the columns, and targets of multi-token prediction, that are no
+        arguments of the model: a ``compute_loss`` that uses them is called before this one."""
         carried = {name for dataset in self._checked for name in dataset.columns}
+        carried.update(name for name in MTP_TARGETS if name in inputs)
         known = inspect.signature(bare_model(self.model).forward).parameters if carried else ()
         return {k: value for k, value in inputs.items() if k not in carried or k in known}
 
@@ -454,16 +456,16 @@ class PackedTrainerMixin:
         """Compute Trainer's loss, but weight the load-balancing loss of a mixture of experts by the
         labels of the micro batch (``megapack.attention.experts``): Trainer would add it in full for
         every micro batch and rank, and include padding."""
-        if COLUMN in inputs:
-            routes = inputs.pop(COLUMN)
-            with replay_routes(self.model, routes):
-                return self.compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self._to_probe is not None and model.training:
             batches, self._to_probe = self._to_probe, None
             steps = min(LOOKED_AT, len(batches) // batches.num_micro_steps)
             step = batches.schedule.shortest_step(0, max(1, steps))
             short = batches.batch(step * batches.num_micro_steps)
             self._probe_model(model, short, batches.batch(0))
+        if self.replay_routes and model.training and COLUMN in inputs:
+            tokens = {key: value for key, value in inputs.items() if key != COLUMN}
+            with replay_routes(self.model, inputs[COLUMN]):
+                return self.compute_loss(model, tokens, return_outputs, num_items_in_batch)
         if "cu_seq_lens_q" in inputs:
             lengths = inputs["cu_seq_lens_q"].diff().long()
             self._lengths = lengths.repeat_interleave(lengths)
@@ -565,8 +567,7 @@ class PackedTrainerMixin:
         balanced = getattr(self.model.config, "output_router_logits", False)
         of_rank.with_token_mask = balanced and LoadBalancing.of(self.model) is not None
         of_rank.with_loss_weights = True
-        of_rank.with_routes = self.replay_routes and not evaluated
-        if of_rank.with_routes:
+        if self.replay_routes and not evaluated:
             self._check_routes(batches.dataset)
         custom = (self.compute_loss_func, self.label_smoother)  # type: ignore[attr-defined]
         of_rank.for_own_shift = custom != (None, None) and not evaluated

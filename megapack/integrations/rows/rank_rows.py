@@ -40,7 +40,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from megapack.attention.experts import token_mask
 from megapack.attention.probe import probe
-from megapack.attention.routes import COLUMN
 from megapack.data import (
     Batch,
     BatchLayout,
@@ -267,7 +266,6 @@ class MicroBatches(Dataset[dict[str, Any]]):
         with_loss_weights: add ``loss_weights``, float32 (1, tokens), in steps that have them: the
             loss of the step is the sum of losses times weights over all items and ranks. If False,
             such steps raise ConfigError.
-        with_routes: add the column ``routes``, experts to replay (``megapack.attention.routes``).
         for_own_shift: drop the label of a row's last token (where a document is cut), for losses
             that shift ``labels`` themselves and so never use it.
     """
@@ -302,7 +300,6 @@ class MicroBatches(Dataset[dict[str, Any]]):
         )
         self._options = options
         self.with_token_mask = self.with_loss_weights = self.for_own_shift = False
-        self.with_routes = False
         self._step: tuple[int, list[MicroBatch]] = (-1, [])
         self._prefetched: tuple[int, Iterator[MicroBatch]] = (-1, iter(()))
 
@@ -370,8 +367,6 @@ class MicroBatches(Dataset[dict[str, Any]]):
             )
         if weights is not None:
             inputs["loss_weights"] = weights
-        if self.with_routes:
-            inputs[COLUMN] = batch[COLUMN]
         if self.with_token_mask:
             tokens = batch["tokens"].numel()
             inputs["token_mask"] = token_mask(batch["cu_seqlens"], batch["dataset_ids"], tokens)
