@@ -114,7 +114,7 @@ def check_architecture(
     remedy = "choose another attention or architecture, or train it without packing"
     with isolated(device):
         try:
-            tiny, reference = _tiny(configuration, build)
+            tiny, reference = tiny_reference(configuration, build)
             model = build(copy.deepcopy(tiny), attention)  # raises if it does not support it
         except Exception as error:
             raise ConfigError(
@@ -153,7 +153,7 @@ def check_positions(configuration: Any, *, attention: str, build: Build, longest
     )
     with isolated(cpu):
         try:
-            tiny, _ = _tiny(configuration, build)
+            tiny, _ = tiny_reference(configuration, build)
         except Exception:  # check_architecture reports it
             return
         _check_thresholds(configuration, tiny, run)
@@ -190,14 +190,22 @@ def isolated(device: torch.device) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _tiny(configuration: Any, build: Build) -> tuple[Any, Any]:
-    """Return a tiny configuration and its float32 model under ``eager``, on the CPU."""
+def tiny_reference(
+    configuration: Any, build: Build, change: Callable[[Any], None] | None = None
+) -> tuple[Any, Any]:
+    """Return a tiny configuration, after ``change``, and its float32 model under ``eager``, on the
+    CPU. Raises any exception of the model."""
+
+    def made(exact: bool) -> tuple[Any, Any]:
+        tiny = tiny_configuration(configuration, exact=exact)
+        if change is not None:
+            change(tiny)
+        return tiny, _reference(tiny, build)
+
     try:
-        tiny = tiny_configuration(configuration)
-        return tiny, _reference(tiny, build)
+        return made(False)
     except Exception:  # some sizes or layers depend on others
-        tiny = tiny_configuration(configuration, exact=True)
-        return tiny, _reference(tiny, build)
+        return made(True)
 
 
 def _reference(tiny: Any, build: Build, length: int = LENGTHS[0]) -> Any:

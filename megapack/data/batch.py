@@ -6,7 +6,7 @@
 - ``cut_slice``: one rank's part of a micro batch that several ranks share.
 - ``segment_ids``, ``block_diagonal_mask``, ``flex_block_mask``: for models that take masks.
 - ``Buffers``, ``allocate``, ``ReusedBuffers``: reused memory.
-- ``column_names``: the columns of a batch.
+- ``column_names``, ``per_token``: the columns of a batch, and all its tensors per token.
 
     BatchLayout(micro_batch_tokens=64, kind="rows", row_tokens=32).rows(capacity=16)  # -> (2, 32)
     slot_tokens(capacity=10, row_tokens=32)                        # -> 10 10 12
@@ -42,6 +42,7 @@ PER_TOKEN = {
     "loss_mask": torch.float32,
 }
 """Tensors of every batch with a number per token, and their dtypes."""
+MTP_TARGETS = ("mtp_labels", "mtp_loss_mask")  # with ``num_mtp_targets`` (multi_token.py)
 
 
 class Imbalance(NamedTuple):
@@ -294,6 +295,12 @@ def column_names(batch: Mapping[str, Any]) -> list[str]:
     return [name for name in batch if name not in RESERVED]
 
 
+def per_token(batch: Mapping[str, Any]) -> list[str]:
+    """Return the keys whose tensors have a value per token: (rows, R) and perhaps more."""
+    targets = [name for name in MTP_TARGETS if name in batch]
+    return [*PER_TOKEN, *targets, *column_names(batch)]
+
+
 def cut_slice(batch: Batch, rank: int, size: int) -> Batch:
     """Return one rank's part of a shared micro batch.
 
@@ -308,10 +315,9 @@ def cut_slice(batch: Batch, rank: int, size: int) -> Batch:
     """
     length = batch["tokens"].shape[1] // size
     begin = rank * length
-    names = (*PER_TOKEN, *column_names(batch))
     return {
         **batch,
-        **{name: batch[name][:, begin : begin + length] for name in names},
+        **{name: batch[name][:, begin : begin + length] for name in per_token(batch)},
         "sequence_parallel_rank": rank,
         "sequence_parallel_size": size,
     }

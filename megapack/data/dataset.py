@@ -23,7 +23,6 @@ from torch.utils.data import Dataset
 
 from megapack import _core
 from megapack.data.batch import (
-    PER_TOKEN,
     Batch,
     BatchLayout,
     Bounds,
@@ -31,6 +30,7 @@ from megapack.data.batch import (
     allocate,
     cut_bounds,
     longest_position,
+    per_token,
 )
 from megapack.data.blend import BlendConfig, Mixture
 from megapack.data.documents import (
@@ -41,6 +41,7 @@ from megapack.data.documents import (
     open_sources,
 )
 from megapack.data.fim import Fim, FimDraw, check_fim, open_fim
+from megapack.data.multi_token import check_targets, mtp_targets
 from megapack.data.sources import Exclusions, LabelTotals, SampleSource, check_has_groups
 from megapack.data.steps import PLAIN, Attention, StepView
 from megapack.errors import ConfigError
@@ -96,6 +97,8 @@ class PackedDataset(Dataset[Batch]):
         alignment: segments start at multiples of this (2 x context parallel size), and the batch
             has ``cu_seqlens_padded``. Pack the samples with a multiple of this ``alignment``;
             otherwise rows must be longer than the capacity.
+        num_mtp_targets: targets of multi-token prediction per position, in addition to its label
+            (``megapack.data.multi_token``).
         mixture: settings of a blend and its run.
         settings: fields that replace those of ``mixture``, such as weights, stages or fim; names
             default to the prefixes.
@@ -123,6 +126,7 @@ class PackedDataset(Dataset[Batch]):
         weight_dataset: LabelDocuments | Sequence[LabelDocuments] = "auto",
         pad_token: int = 0,
         alignment: int = 1,
+        num_mtp_targets: int = 0,
         mixture: Mixture | None = None,
         **settings: Any,
     ) -> None:
@@ -133,6 +137,7 @@ class PackedDataset(Dataset[Batch]):
             )
         checked_integer("pad_token", pad_token, -(1 << 63), (1 << 63) - 1)
         checked_integer("alignment", alignment, 1, (1 << 31) - 1)
+        checked_integer("num_mtp_targets", num_mtp_targets, 0, 64)
         in_groups = attention == "group" and label_boundary == "document"
         self._options: dict[str, Any] = {
             "positions": positions,
@@ -140,7 +145,9 @@ class PackedDataset(Dataset[Batch]):
             "label_boundary": "group" if in_groups else label_boundary,
             "alignment": alignment,
             "pad_token": pad_token,
+            "num_mtp_targets": num_mtp_targets,
         }
+        check_targets(num_mtp_targets, self._options)
         self.datasets, indices = open_sources(
             dataset, index, label_dataset, weight_dataset, positions=positions
         )
@@ -174,6 +181,7 @@ class PackedDataset(Dataset[Batch]):
         )
         mixture.check_alignment(self._options["alignment"])
         shards = self.samples.shards
+        rules = {key: v for key, v in self._options.items() if key != "num_mtp_targets"}
         self._gatherer = _core.Gatherer(
             first_ids=shards.first_ids,
             shards=shards.shards,
@@ -182,7 +190,7 @@ class PackedDataset(Dataset[Batch]):
             loss=self.samples.mixture.loss,
             fim=None if fim is None else fim.core(),
             columns=[(spec.of == "target", spec.fill_row) for spec in self.columns.values()],
-            **self._options,
+            **rules,
         )
         self._max_cu_seqlens: dict[tuple[BatchLayout, int], int] = {}
         self._opening = threading.Lock()
@@ -229,7 +237,7 @@ class PackedDataset(Dataset[Batch]):
         if sample < 0:
             sample += len(self)
         batch = self.micro_batch([sample], view=view)
-        for name in (*PER_TOKEN, *self.columns):
+        for name in per_token(batch):
             batch[name] = batch[name][0]
         return batch
 
@@ -271,7 +279,9 @@ class PackedDataset(Dataset[Batch]):
             labels; padding and tokens inserted by fill-in-the-middle have the fill value;
             ``cu_seqlens`` int32, in which the padding of a sample is its last segment (with
             alignment also ``cu_seqlens_padded``); ``dataset_ids`` int32, dataset of every segment,
-            -1 for padding; ``max_seqlen`` int, longest segment with its padding.
+            -1 for padding; ``max_seqlen`` int, longest segment with its padding. With
+            num_mtp_targets also ``mtp_labels`` int64 and ``mtp_loss_mask`` float32, (rows, tokens,
+            num_mtp_targets).
 
         Raises:
             IndexError: a sample does not exist.
@@ -331,6 +341,8 @@ class PackedDataset(Dataset[Batch]):
             batch["cu_seqlens_padded"] = layout.listed(cu_seqlens_padded, rows)
         batch["dataset_ids"] = torch.from_numpy(dataset_ids)
         batch["max_seqlen"] = max_seqlen
+        if num_targets := self._options["num_mtp_targets"]:
+            batch |= mtp_targets(batch, num_targets, attention=self._options["attention"])
         return batch
 
     def allocate(self, num_tokens: int, *, pin_memory: bool = False) -> Buffers:

@@ -30,7 +30,7 @@ from torch.nn.functional import pad
 
 from megapack.attention.probe import SegmentPlaces
 from megapack.attention.transformers_interface import ENDS, LONGEST
-from megapack.data.batch import column_names
+from megapack.data.batch import MTP_TARGETS, column_names
 from megapack.errors import ConfigError
 
 IGNORED = -100
@@ -215,7 +215,7 @@ def emit(batch: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
     """Return a micro batch of megapack (on the CPU) in the dialect of a host. Raises ConfigError if
     the dialect cannot represent it: loss weights without a float mask, positions or attention
     windows with ``restart``, aligned segments, or columns."""
-    carried = column_names(batch)
+    carried = [*column_names(batch), *(name for name in MTP_TARGETS if name in batch)]
     check_columns(carried, dialect)
     labels, weights = loss_terms(batch, dialect)
     out: dict[str, Any] = {dialect.tokens: batch["tokens"]}

@@ -58,7 +58,7 @@ RESERVED = {
     *("bucket", "step", "micro_step", "num_micro_steps", "num_step_label_tokens", "imbalance"),
     *("imbalance_in_order", "attention_window", "step_label_weight", "input_ids"),
     *("attention_mask", "sequence_parallel_rank", "sequence_parallel_size", "row_tokens"),
-    *("loss_weights", "token_mask"),
+    *("loss_weights", "token_mask", "mtp_labels", "mtp_loss_mask"),
 }
 
 

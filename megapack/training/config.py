@@ -56,6 +56,10 @@ class ModelConfig:
     z_loss: float = 0.0
     """Coefficient of the z-loss, the mean square of the logits' logsumexp over the labels of the
     loss (PaLM: 1e-4). Losses in the log do not contain it."""
+    replay_routes: bool = False
+    """Every token uses the experts that the column ``routes`` (named in ``data.columns``) records
+    for it, with the weights of the model's own router (``megapack.attention.routes``). Validation
+    uses the router's choices."""
     attention_backend: str = field(default="auto", metadata={"formerly": "attention"})
     """One of ``megapack.attention.BACKENDS``; auto takes the first that supports the model."""
     probe: bool = True
@@ -515,6 +519,13 @@ class PretrainConfig:
         self._check_allow_change()
         if self.optimizer.kind == "muon":
             self._check_muon()
+        engine = self.engine
+        if self.model.replay_routes and engine.compile and engine.activation_checkpointing:
+            raise ConfigError(
+                "model: replay_routes is true, and engine.compile and "
+                "engine.activation_checkpointing are, too; a layer that is both compiled and "
+                "recomputed cannot replay: disable one of the two"
+            )
         if self.mixing.rule is not None and self.data.blend is None:
             raise ConfigError("mixing: a rule weighs the sources of a blend; give data.blend")
         if self.autopilot.spikes and self.checkpoint.every is None:

@@ -36,8 +36,10 @@ from transformers.trainer_callback import ExportableState
 from megapack.attention import ATTENTION_NAME, check_architecture
 from megapack.attention.experts import LoadBalancing
 from megapack.attention.probe import probe
+from megapack.attention.routes import COLUMN, check_replay, replay_routes, routes_shape
 from megapack.attention.transformers_interface import add_segment_numbers
 from megapack.data import Batch, PackedDataset, Schedule, check_token_ids
+from megapack.data.batch import MTP_TARGETS
 from megapack.data.report import check_labels
 from megapack.data.resume import (
     ORDER_FIELDS,
@@ -112,21 +114,26 @@ def check_model(
         if longest is None:
             longest = dataset.longest_position()
 
-    def build(configuration: Any, implementation: str) -> Any:
-        options = {"attn_implementation": implementation, "dtype": torch.float32}
-        if text is bare.config:
-            return type(bare)._from_config(configuration, **options)
-        return transformers.AutoModelForCausalLM.from_config(configuration, **options)
-
     with _without_zero3():
         check_architecture(
             text,
             attention=text._attn_implementation,
-            build=build,
+            build=_builder(bare),
             device=bare.device if device is None else device,
             dtype=bare.dtype if dtype is None else dtype,
             longest=longest,
         )
+
+
+def _builder(bare: Any) -> Any:
+    """Return a function that builds models of a model's text decoder (``check_architecture``)."""
+    whole = bare.config.get_text_config(decoder=True) is bare.config
+    kind = type(bare)._from_config if whole else transformers.AutoModelForCausalLM.from_config
+
+    def build(configuration: Any, implementation: str) -> Any:
+        return kind(configuration, attn_implementation=implementation, dtype=torch.float32)
+
+    return build
 
 
 @contextmanager
@@ -276,10 +283,13 @@ class PackedTrainerMixin:
         probe: before training, check the model on two early micro batches (seven forwards, see
             ``megapack.attention.probe``; the log has their duration), and then once that the loss
             uses the labels.
+        replay_routes: every token uses the experts that the column ``routes`` of the training
+            dataset records for it (``megapack.attention.routes``).
         allow_change: keys that may differ at a resume; the error names them.
     """
 
     probe: bool = True
+    replay_routes: bool = False
     allow_change: tuple[str, ...] = ()
     args: Any
     model: Any
@@ -387,9 +397,10 @@ class PackedTrainerMixin:
         return self._without_columns(inputs)
 
     def _without_columns(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Return inputs without the columns that are no arguments of the model: a ``compute_loss``
-        that uses them is called before this one."""
+        """Return inputs without the columns, and targets of multi-token prediction, that are no
+        arguments of the model: a ``compute_loss`` that uses them is called before this one."""
         carried = {name for dataset in self._checked for name in dataset.columns}
+        carried.update(name for name in MTP_TARGETS if name in inputs)
         known = inspect.signature(bare_model(self.model).forward).parameters if carried else ()
         return {k: value for k, value in inputs.items() if k not in carried or k in known}
 
@@ -478,6 +489,10 @@ class PackedTrainerMixin:
             step = batches.schedule.shortest_step(0, max(1, steps))
             short = batches.batch(step * batches.num_micro_steps)
             self._probe_model(model, short, batches.batch(0))
+        if self.replay_routes and model.training and COLUMN in inputs:
+            tokens = {key: value for key, value in inputs.items() if key != COLUMN}
+            with replay_routes(self.model, inputs[COLUMN]):
+                return self.compute_loss(model, tokens, return_outputs, num_items_in_batch)
         if "cu_seq_lens_q" in inputs:
             lengths = inputs["cu_seq_lens_q"].diff().long()
             self._lengths = lengths.repeat_interleave(lengths)
@@ -579,9 +594,21 @@ class PackedTrainerMixin:
         balanced = getattr(self.model.config, "output_router_logits", False)
         of_rank.with_token_mask = balanced and LoadBalancing.of(self.model) is not None
         of_rank.with_loss_weights = True
+        if self.replay_routes and not evaluated:
+            self._check_routes(batches.dataset)
         custom = (self.compute_loss_func, self.label_smoother)  # type: ignore[attr-defined]
         of_rank.for_own_shift = custom != (None, None) and not evaluated
         return of_rank
+
+    def _check_routes(self, dataset: PackedDataset) -> None:
+        column, model = dataset.columns.get(COLUMN), bare_model(self.model)
+        if column is None or column.of != "token" or column.shape != routes_shape(model):
+            raise ConfigError(
+                f"replay_routes is True, and the dataset has {COLUMN!r} as {column}: open it with "
+                f"columns=[{COLUMN!r}], recorded with shape {list(routes_shape(model))} of token"
+            )
+        with _without_zero3():
+            check_replay(model.config.get_text_config(decoder=True), _builder(model))
 
     def _loader(self, batches: MicroBatches) -> DataLoader[dict[str, Any]]:
         # Accelerate's loader marks the last batch, which batch_eval_metrics needs.

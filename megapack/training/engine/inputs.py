@@ -48,7 +48,7 @@ from megapack.training.model.architecture import (
     position_limit,
 )
 from megapack.training.model.flops import num_experts
-from megapack.training.model.opening import check_document_positions
+from megapack.training.model.opening import check_document_positions, check_routes
 
 
 class Inputs(OpenRun):
@@ -181,7 +181,8 @@ def check_run(config: PretrainConfig, run: PlannedRun, num_ranks: int) -> Any:
     Raises:
         ConfigError: the micro batches of a stage cannot be divided among the ranks; DeepSpeed
             refuses its configuration; a document is longer than the positions of the model; a token
-            id is outside its vocabulary; a checkpoint does not fit the model.
+            id is outside its vocabulary; a checkpoint does not fit the model; routes cannot be
+            replayed.
         FormatError: one of these errors has a damaged .samples file as its cause.
     """
     run.sampler(0, num_ranks)
@@ -194,6 +195,8 @@ def check_run(config: PretrainConfig, run: PlannedRun, num_ranks: int) -> Any:
             f"optimizer: kind is muon and {architecture.model_type!r} has experts, whose matrices "
             "are stacked; DeepSpeed's Muon needs single matrices: set optimizer.kind to adamw"
         )
+    if config.model.replay_routes and isinstance(run, Inputs):
+        check_routes(architecture, run.data.columns)
     positions = config.data.positions
     try:
         indices, room = run.schedule.samples.indices, run.schedule.samples.fim_room

@@ -12,6 +12,7 @@ over the chunks are added in the weight's dtype.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -27,11 +28,14 @@ from megapack.attention import (
     alibi_slopes,
     check_architecture,
     check_positions,
+    check_replay,
     check_sequence_parallel,
     choose_backend,
     over_ranks,
     register,
+    routes_shape,
 )
+from megapack.attention.routes import COLUMN
 from megapack.errors import ConfigError
 from megapack.training.config import DistillConfig, EngineConfig, ModelConfig
 from megapack.training.model.architecture import (
@@ -196,6 +200,30 @@ def check_document_positions(configuration: Any, longest: int) -> None:
     check_positions(configuration, attention=ATTENTION_NAME, build=_from_scratch, longest=longest)
 
 
+def check_routes(configuration: Any, columns: Mapping[str, Any]) -> None:
+    """Check that an architecture can replay routes, and that batches carry routes of its shape.
+
+    ``columns``: types of the columns of the batches (``ColumnSpec``). Raises ConfigError that names
+    the architecture and the reason, or the column and both shapes.
+    """
+    register_architectures()
+    check_replay(configuration, _from_scratch)
+    with torch.device("meta"):
+        shape = routes_shape(_from_scratch(copy.deepcopy(configuration), "eager"))
+    column = columns.get(COLUMN)
+    if column is None:
+        raise ConfigError(
+            f"model.replay_routes is true, and batches have no column {COLUMN!r}: set "
+            f"data.columns=[{COLUMN}] (for a blend, columns in its manifest)"
+        )
+    if column.of != "token" or "int" not in column.dtype or tuple(column.shape) != shape:
+        raise ConfigError(
+            f"column {COLUMN!r} is {column.dtype} {list(column.shape)} of {column.of}, and "
+            f"{configuration.model_type!r} replays int16 {list(shape)} of token (layers with "
+            "experts, experts per token): record it with this architecture"
+        )
+
+
 def check_slices(
     configuration: Any, *, backend: str, group: Any, device: torch.device, dtype: torch.dtype
 ) -> None:
@@ -290,6 +318,7 @@ def build_model(
         z_loss=config.z_loss,
         distill=distill,
         sequence_group=sequence_group,
+        replays=config.replay_routes,
     ).train()
 
 

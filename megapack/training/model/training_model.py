@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -23,7 +24,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from megapack.attention import LoadBalancing, token_mask, varlen_arguments
+from megapack.attention import LoadBalancing, replay_routes, token_mask, varlen_arguments
+from megapack.attention.routes import COLUMN
 from megapack.attention.transformers_interface import add_segment_numbers
 from megapack.data import Batch
 from megapack.data.batch import slot_tokens
@@ -49,6 +51,7 @@ class TrainingModel(nn.Module):
         z_loss: coefficient of the z-loss (``linear_cross_entropy``).
         distill: distillation from a teacher; None: none.
         sequence_group: process group of the ranks that share long samples.
+        replays: replay ``expert_routes`` of a forward; False: ignore them.
     """
 
     def __init__(
@@ -60,9 +63,11 @@ class TrainingModel(nn.Module):
         z_loss: float = 0.0,
         distill: DistillConfig | None = None,
         sequence_group: Any = None,
+        replays: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
+        self.replays = replays
         add_segment_numbers(model)
         self.chunk_tokens = chunk_tokens
         self.fused_loss = fused_loss
@@ -92,6 +97,8 @@ class TrainingModel(nn.Module):
             text += f", with {self.z_loss:g} times the z-loss"
         if self.distill is not None:
             text += f", distilled from column {self.distill.logits} (alpha {self.distill.alpha:g})"
+        if self.replays:
+            text += ", with replayed routes"
         if self.balancing is not None:
             return f"{text}, with {self.balancing}"
         if self.unused_balancing is not None:
@@ -136,6 +143,7 @@ class TrainingModel(nn.Module):
         dataset_ids: Tensor | None = None,
         teacher_ids: Tensor | None = None,
         teacher_logits: Tensor | None = None,
+        expert_routes: Tensor | None = None,
         scale: float = 1.0,
         sequence_parallel_size: int = 1,
         sequence_parallel_rank: int = 0,
@@ -151,6 +159,8 @@ class TrainingModel(nn.Module):
                 padding.
             teacher_ids, teacher_logits: ``[1, T, k]``, ids and log-probabilities of a ``Teacher``,
                 which ``distill`` mixes into the loss in training mode.
+            expert_routes: ``[1, T, layers, top_k]``, experts to replay (``replay_routes``); None:
+                the router's choices.
             scale: factor on the first result.
 
         Returns:
@@ -165,7 +175,9 @@ class TrainingModel(nn.Module):
         segments = cu_seqlens, max_seqlen, sequence_parallel_size
         balancing = self.balancing if self.training else None
         options = {} if self.balancing is None else {"output_router_logits": self.training}
-        outputs = self._outputs(tokens, position_ids, *segments, **options)
+        routes = expert_routes if self.replays else None
+        with nullcontext() if routes is None else replay_routes(self.model, routes):
+            outputs = self._outputs(tokens, position_ids, *segments, **options)
         hidden, weight, softcap = self._head(outputs)
         teacher = None
         if teacher_ids is not None and teacher_logits is not None and self.training:
@@ -286,6 +298,8 @@ def on_device(
     if distill is not None:
         tensors["teacher_ids"] = batch[distill.ids]
         tensors["teacher_logits"] = batch[distill.logits]
+    if COLUMN in batch:
+        tensors["expert_routes"] = batch[COLUMN]
     return {
         **{name: value.to(device, non_blocking=True) for name, value in tensors.items()},
         "max_seqlen": longest_segment(batch, config),

@@ -208,7 +208,11 @@ def forward_step(data_iterator: Iterator[Any] | None, model: Any) -> tuple[Tenso
     tokens, labels, loss_mask, mask, position_ids, params = get_batch(
         data_iterator, _virtual_stage(model)
     )
-    output = model(tokens, position_ids, mask, labels=labels, packed_seq_params=params)
+    given = {"labels": labels, "packed_seq_params": params}
+    if getattr(getattr(model, "config", None), "mtp_num_layers", None):
+        # Without it, losses of multi-token prediction count tokens whose label is masked.
+        given["loss_mask"] = loss_mask
+    output = model(tokens, position_ids, mask, **given)
     return output, partial(loss_func, loss_mask)
 
 
