@@ -188,11 +188,24 @@ class RemoteRows:
                     data = self._object.read(begin * BLOCK_BYTES, end_byte, check)
                     with self._cache.naming_full_disk():
                         self._chunks.write(begin, data)
+                    self._deliver(begin, data)
             self._seen[first:last] = True
         finally:
             with self._flight_lock:
                 for block in new_blocks:
                     self._in_flight.pop(block, None)
+
+    def _deliver(self, first: int, data: memoryview) -> None:
+        """Copy received blocks to memory where they are pinned: they may be evicted before their
+        reader looks for them, above all if it needs more bytes than the cache holds."""
+        with self._pin_lock:
+            blocks = np.arange(first, first + -(-len(data) // BLOCK_BYTES))
+            wanted = blocks[(self._pins[blocks] > 0) & ~self._is_copied[blocks]]
+            for begin, end in runs_of(wanted):
+                part = data[(begin - first) * BLOCK_BYTES : (end - first) * BLOCK_BYTES]
+                at = begin * BLOCK_BYTES
+                self._bytes[at : at + len(part)] = np.frombuffer(part, np.uint8)
+            self._is_copied[wanted] = True
 
     def pin(self, blocks: Blocks) -> None:
         """Keep copied blocks in memory until ``unpin``, called once per ``pin``."""
