@@ -371,6 +371,12 @@ csrc/core/gather/fill.cpp: gather
 masked_last_label: the last token of a cut document has a label that does not count
 - weigh_labels(*piece.shard, last.at, 1, factor, label, mask);
 + weigh_labels(*piece.shard, last.at, 1, 0.0F * factor, label, mask);
+column_literal: inserted tokens have the column's row of a token
+- if (at < 0 || literal >= 0) return writer.fill(count);
++ if (at < 0 || literal > 1000) return writer.fill(count);
+column_target: before a transformed document, a column has the row of a token, not the fill value
+- if (column.of_target) write(piece.last_label.at, piece.last_label.literal, 1);
++ if (column.of_target) write(piece.last_label.at, -1, 1);
 fim_weights: the token after a sentinel gets the weight of the one before
 - fill_weights(weights_at(shard, run.at), run.length, factor, mask);
 + fill_weights(weights_at(shard, runs[0].at), run.length, factor, mask);

@@ -17,7 +17,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from megapack.data import BucketBatchSampler, PackedDataset, Schedule, build_loader
+from megapack.data import BucketBatchSampler, PackedDataset, Schedule, build_loader, loader
 from megapack.data.batch import ReusedBuffers, allocate, column_names, cut_slice
 from megapack.data.blend import BlendConfig, HostOptions, Source, Stage
 from megapack.data.dataset import open_blend
@@ -167,12 +167,12 @@ def test_batches_of_all_ranks_are_as_defined(
         for size, first, last in parts:
             ranks = max(size, shared)
             for rank in range(ranks):
-                loader = build_loader(
+                batches = build_loader(
                     data, schedule, micro_batch_tokens=MICRO if shared == 1 else min(BUCKETS),
                     data_parallel_rank=rank, data_parallel_size=ranks, start_step=first,
                     num_steps=last - first, **options,
                 )  # fmt: skip
-                for batch in loader:
+                for batch in batches:
                     assert batch.keys() - columns.keys() <= RESERVED
                     definition.check(batch, schedule.stage_at(batch["step"]).view)
                     num_batches += 1
@@ -212,13 +212,13 @@ def test_workers_of_torch_carry_columns(
         Schedule(data, tokens_per_step=STEP), micro_batch_tokens=MICRO,
         data_parallel_rank=0, data_parallel_size=1, num_steps=3,
     )  # fmt: skip
-    loader = DataLoader(
+    items = DataLoader(
         data, batch_sampler=sampler, num_workers=num_workers, collate_fn=list,
         multiprocessing_context=context,
     )  # fmt: skip
     wanted = list(sampler)
     num_samples = 0
-    for batch, chosen in zip(loader, wanted, strict=True):
+    for batch, chosen in zip(items, wanted, strict=True):
         for sample, item in zip(chosen, batch, strict=True):
             capacity = item["tokens"].numel()
             rows = {name: item[name][None] for name in ("tokens", *MIXED)}
@@ -341,6 +341,28 @@ def test_reading_ahead_covers_columns(tmp_path: Path) -> None:
     assert num_tokens
     used = sum(length for _, _, length in data.samples.segments(3)[1])
     assert data.prefetch([3]) - plain.prefetch([3]) >= 4096 * used
+
+
+def test_few_batches_with_wide_columns_are_read_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, definition = opened(tmp_path, {"wide": ColumnSpec(dtype="uint8", shape=(4096,))})
+    schedule = Schedule(data, tokens_per_step=STEP)
+    sizes = {"micro_batch_tokens": MICRO, "data_parallel_rank": 0, "data_parallel_size": 1}
+    started: list[int] = []
+    monkeypatch.setattr(data, "prefetch", lambda ids: started.extend(ids) or 1 << 18)
+    num_samples = [len(item) for item in build_loader(data, schedule, num_steps=5, **sizes).sampler]
+    for limit, most in ((1 << 28, 16), (1, 1)):
+        monkeypatch.setattr(loader, "_LOCAL_BYTES", limit)
+        started.clear()
+        ahead = []
+        for number, batch in enumerate(
+            build_loader(data, schedule, num_steps=5, prefetch=0, **sizes)
+        ):
+            definition.check(batch)
+            num_started = np.searchsorted(np.cumsum(num_samples), len(started)) + 1
+            ahead.append(num_started - number)
+        assert max(ahead) == most and len(started) == sum(num_samples)
 
 
 def test_manifests_of_hosts_name_columns() -> None:
