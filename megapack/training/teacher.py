@@ -19,7 +19,7 @@ tokens of its document before it. With context 4 and overlap 2, a document of 8 
     tokens         4 5 6  ->                 7
 
 Finished parts are kept next to the dataset: the same command continues after a kill, with any
-number of ranks, and gives the same columns.
+number of ranks, and gives the same columns (on a CPU with the same OMP_NUM_THREADS).
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ class Job:
         return {
             "model": weights,
             "documents": self.dataset.fingerprint,
-            "tokens": self.dataset.content_digest,
+            "tokens": self.dataset.content_digest[0],  # the meta file may be new
             "vocab_size": self.dataset.vocab_size,
             "arithmetic": list(arithmetic),
             **{name: getattr(self.args, name) for name in names},

@@ -197,6 +197,18 @@ def test_a_killed_dump_continues_with_the_same_bytes(
     assert not folder.exists()
 
 
+def test_a_dataset_without_meta_file_is_continued(
+    prefix: Path, teacher: Path, zygote: Zygote
+) -> None:
+    """The first column writes the meta file, which does not change the job."""
+    Path(f"{prefix}.meta.json").unlink()
+    argv, log = [str(TEACHER), *_words(teacher, prefix)], prefix.with_name("log")
+    faults = {"faults": {"kill_between_columns": []}}
+    assert zygote.start(argv, 1, log, {0: faults}).wait() == [-signal.SIGKILL]
+    zygote.start(argv, 1, log).succeed()
+    assert sorted(IndexedDataset(prefix).columns) == sorted(COLUMNS)
+
+
 def test_other_settings_do_not_use_the_parts(prefix: Path, teacher: Path, zygote: Zygote) -> None:
     log = prefix.with_name("log")
     faults = {"faults": {"kill_in_part": [2]}}
