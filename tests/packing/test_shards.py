@@ -218,7 +218,7 @@ def test_a_damaged_manifest_is_refused(tmp_path: Path, prefixes: list[str]) -> N
             load_index(manifest)
         return str(caught.value)
 
-    old = "has version 1; this megapack reads 2 and 3: pack again, megapack-build pack PREFIX"
+    old = "has version 1; this megapack reads 2 to 4: pack again, megapack-build pack PREFIX"
     for change, message in (
         (lambda c: c.update(format="other"), "not a shard manifest"),
         (lambda c: c.update(version=1), old),

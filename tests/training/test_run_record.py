@@ -265,7 +265,8 @@ _NOT_TRIED = {
     "checkpoint.mirror", "checkpoint.resume", "checkpoint.allow_change", "mixing.rule",
     "mixing.options", "logging.wandb_project", "engine.sequence_parallel_size", "data.fim",
     "model.tokenizer", "model.allow_missing", "engine.compile", "engine.offload_activations",
-    "optimizer.kind", "model.attention_dropout", "model.z_loss",
+    "optimizer.kind", "model.attention_dropout", "model.z_loss", "data.columns", "distill",
+    "model.replay_routes",
 }  # fmt: skip
 # Keys whose effect is another key's.
 _RESOLVED = {"model.overrides": "model.hidden_act", "model.vocab_multiple": "model.vocab_size"}
