@@ -274,8 +274,8 @@ class ShardedDocuments(SourceDocuments):
         ):
             if now != then:
                 raise IndexMismatchError(
-                    f"{shard.prefix} has changed since {self.prefix} was written: {fact} {now}, "
-                    f"and it was {then}; restore it, or pack the shards again"
+                    f"{shard.prefix} has changed since {self.prefix} was written: {fact} is "
+                    f"{now}, but was {then}; restore it, or pack the shards again"
                 )
         columns = packed_columns(dataset) if shard.columns else {}
         for name, column in shard.columns.items():
@@ -318,7 +318,7 @@ def open_sources(
     for index in loaded:
         if index.arranged and positions == "document":
             raise ConfigError(
-                f"{index.path} is an arranged source, whose segments do not know their position in "
+                f"{index.path} is an arranged source, whose segments have no position in "
                 "the document: use positions: segment, or the source that was arranged"
             )
     each_labels, each_weights = label_list(labels, count), label_list(weights, count, "weight")

@@ -174,8 +174,8 @@ def import_dataset(
         overwrite: replace a different dataset at ``output``.
 
     Raises:
-        ConfigError: ``output`` is a different dataset or not writable, or an argument is missing or
-            contradicts the file.
+        ConfigError: ``output`` exists and is a different dataset, or is not writable; or an
+            argument is missing or contradicts the file.
         LockedError: another process writes ``output``.
         FormatError: the file is damaged, of another format, or does not fit the files next to it.
         DataError: the separator never occurs, the ids contradict the dtype or the vocabulary, or a
@@ -321,13 +321,13 @@ def _write_labels_of(source: _Source, target: str, overwrite: bool) -> Callable[
         for block in read_array_blocks(file, np.uint8, foreign.num_tokens):
             if block.max() > 1:
                 raise FormatError(
-                    f"{foreign.mask_path} has a byte of {int(block.max())}; a loss mask has 0 and "
-                    "1: restore it, or remove it to give every token loss"
+                    f"{foreign.mask_path} has the byte {int(block.max())}; a loss mask has only 0 "
+                    "and 1: restore it, or remove it to give every token loss"
                 )
             num_masked += block.size - int(np.count_nonzero(block))
     digest = file_checksum(foreign.mask_path)
     source.metadata["loss_mask"] = {"masked_tokens": num_masked, "xxh3_128": digest}
-    source.notes.append(f"{num_masked} tokens without loss by {foreign.mask_path.name}")
+    source.notes.append(f"{num_masked} tokens without loss according to {foreign.mask_path.name}")
     facts = {"labels": "token id where it carries loss, -100 elsewhere; not shifted"}
     lengths = xxhash.xxh3_128_hexdigest(source.layout.lengths.tobytes())
     # Identifies the mask and the documents that the labels belong to.
