@@ -34,7 +34,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from megapack import _core
-from megapack.data.dataset import PackedDataset, Segments
+from megapack.data.dataset import PackedDataset, SampleSegments
 from megapack.data.documents import ShardedDocuments
 from megapack.data.steps import fold_key
 from megapack.errors import ConfigError
@@ -126,7 +126,7 @@ class SourceReader:
         self.data.remote_reads.read(ids, copy)
         return pieces, rows
 
-    def _rows(self, name: str, segments: Segments, offsets: Ids) -> NDArray[Any]:
+    def _rows(self, name: str, segments: SampleSegments, offsets: Ids) -> NDArray[Any]:
         kind, lengths = self.types[name], np.diff(offsets)
         rows = np.empty((int(offsets[-1]), *kind.shape), kind.dtype)
         for shard in np.unique(segments.shard).tolist():

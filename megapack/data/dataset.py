@@ -44,7 +44,7 @@ from megapack.units import checked_integer
 Ids = NDArray[np.int64]
 
 
-class Segments(NamedTuple):
+class SampleSegments(NamedTuple):
     """Segments of samples: int64 arrays with one entry per segment."""
 
     sample: Ids
@@ -351,11 +351,11 @@ class PackedDataset(Dataset[Batch]):
         rows = zip(*(column.tolist() for column in self.remote_reads.read(ids, draws)), strict=True)
         return [FimDraw(*row) for row in rows]
 
-    def segments(self, sample_ids: ArrayLike) -> Segments:
+    def segments(self, sample_ids: ArrayLike) -> SampleSegments:
         """Return the segments of samples, in order. Raises as ``micro_batch`` does."""
         ids = np.ascontiguousarray(sample_ids, np.int64)
         self._open_for(ids)
-        return Segments(*self._gatherer.segments(ids))
+        return SampleSegments(*self._gatherer.segments(ids))
 
     def documents(self, shard: int) -> IndexedDataset:
         """Return the documents of a shard (see ``samples.shard_of``); open them on first use.
