@@ -7,7 +7,9 @@ mode to documents. Ours writes tokens, labels, loss mask, positions per document
 max_seqlen, as single samples and as micro batches into reused buffers: of concatenated documents
 (like GPTDataset), of whole documents (``bucket``), which gather from many places, and of these with
 a loss weight per token. Another table has fill-in-the-middle for half of the documents (cut between
-tokens, or characters) and without, on the same samples with room for sentinels. ``memcpy`` is the
+tokens, or characters) and without, on the same samples with room for sentinels. A third has a
+column, compared with batches without it and with copying the column's bytes from one place, both
+from a file larger than a core's caches. ``memcpy`` is the
 limit: as many bytes (28 per token) in the same four arrays, copied between such buffers, which for
 4 samples (459 kB each) stay in a core's caches.
 
@@ -57,6 +59,8 @@ from megapack.data.fim import Fim, character_tables
 from megapack.data.steps import StepView
 from megapack.packing import pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
+from megapack.storage.column_edits import add_column
+from megapack.storage.columns import ColumnSpec
 
 warnings.filterwarnings("ignore", module="megatron")
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # streaming's
@@ -157,6 +161,40 @@ def in_the_middle(dataset: IndexedDataset, weights: Path) -> list[dict[str, Any]
     return rows
 
 
+def carrying(folder: Path) -> list[dict[str, Any]]:
+    """Measure the gather with a column of 1 to 384 bytes per token, without it, and a copy."""
+    dataset = write_corpus(folder / "columns", 500_000 if quick() else 3_000_000)
+    index = pack(dataset.document_lengths, "bucket", buckets=ROW)
+    size, rows = BATCHES[-1], []
+    for name, dtype, shape in (("a", "uint8", ()), ("b", "float32", ()), ("c", "int16", (6, 32))):
+        spec = ColumnSpec(dtype=dtype, shape=shape)
+        values = np.ones((dataset.num_tokens, *shape), spec.numpy_dtype)
+        add_column(dataset.prefix, name, values, spec)
+        packed = PackedDataset(dataset.prefix, index, columns=[name])
+        source = packed.datasets[0].open(0).columns[name].mapped_bytes
+        out = np.empty(size * ROW * spec.row_bytes, np.uint8)
+        begins = itertools.cycle(range(0, source.size - out.size, out.size))
+
+        def copy(
+            out: NDArray[Any] = out, source: NDArray[Any] = source, begins: Any = begins
+        ) -> None:
+            begin = next(begins)
+            np.copyto(out, source[begin : begin + out.size])
+
+        sides = {
+            "none": _micro_batches(PackedDataset(dataset, index), _shuffled(packed), size),
+            "column": _micro_batches(packed, _shuffled(packed), size),
+            "memcpy": _counted(copy, size),
+        }
+        found = common.take_turns(sides, windows=5 if quick() else 30, seconds=0.05)
+        case = f"a column of {spec.row_bytes} bytes per token, micro batch of {size}"
+        row = {"seconds_over_none": found["column"].seconds / found["none"].seconds}
+        if spec.row_bytes > 28:  # most of what a batch holds
+            row["of_memcpy"] = found["memcpy"].seconds / found["column"].seconds
+        rows.append(speed(case, found["column"]) | row)
+    return rows
+
+
 def word_tables() -> Any:
     """Return the character tables of a vocabulary of words of one to four letters."""
     letters = [bytes([letter]) for letter in range(97, 123)]
@@ -184,7 +222,7 @@ def _shuffled(packed: PackedDataset) -> NDArray[np.int64]:
 def _micro_batches(
     packed: PackedDataset, ids: Any, size: int, *, transformed: bool = False
 ) -> Callable[[], Units]:
-    how = {"layout": BatchLayout(micro_batch_tokens=size * ROW), "out": allocate(size * ROW)}
+    how = {"layout": BatchLayout(micro_batch_tokens=size * ROW), "out": packed.allocate(size * ROW)}
     if transformed:
         how["view"] = StepView(epochs=np.zeros(size, np.int64), fim_rates=np.full(size, 0.5))
     batches = itertools.cycle(ids[: len(ids) // size * size].reshape(-1, size))
@@ -455,6 +493,7 @@ def main() -> None:
         }  # fmt: skip
         gathered = rates(gathering(packed, gpt), windows=5 if quick() else 30, seconds=0.05)
         middle = in_the_middle(dataset, folder / "weights")
+        carried = carrying(folder)
         how = {"rounds": 1 if quick() else 5, "seconds": 0.3 if quick() else 1.0}
         taken = loaded(loaders(folder, packed["bucket"], gpt), **how)
         inside = inside_megatron(folder / "inside")
@@ -463,9 +502,10 @@ def main() -> None:
         "the first batch": begun,
         f"data loaders, micro batches of {BATCHES[0]} rows, each at its best setting": taken,
         "half of the documents by fill-in-the-middle": middle,
+        "with a column": carried,
         f"rows of {ROW}, one process": gathered,
     }
-    common.write_results("data", [*gathered, *middle, *taken, *begun, *inside], **tables)
+    common.write_results("data", [*gathered, *middle, *carried, *taken, *begun, *inside], **tables)
 
 
 if __name__ == "__main__":

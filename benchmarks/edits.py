@@ -48,7 +48,7 @@ from object_store import BUCKET, environment_of, serve_objects
 from ports import free_port
 
 from megapack.config import load_config
-from megapack.data.run import open_run, read_decisions
+from megapack.data.run import OpenRun, read_decisions
 from megapack.storage.metadata import file_checksum
 from megapack.training.config import PretrainConfig
 from megapack.training.engine.directory import read_jsonl
@@ -289,7 +289,7 @@ def branches(place: Place) -> Iterator[Found]:
             place.train(whole, ranks=2)
         config = blend_config(manifest, corpus, place.folder / f"{name}{ranks}", **of)
         log = place.train(config, f"checkpoint.branch_from={milestone}", ranks=ranks)
-        says = open_run(load_config(PretrainConfig, config)).schedule
+        says = OpenRun(load_config(PretrainConfig, config)).schedule
         steps = (np.ascontiguousarray(says.step(line["step"]).sample_ids, np.int64) for line in log)
         as_program = [f"{zlib.crc32(ids.tobytes()):08x}" for ids in steps]
         agree = "" if as_program == [line["samples"] for line in log] else "NOT "

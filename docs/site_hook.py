@@ -234,7 +234,7 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
     from megapack.cli.main import COMMANDS, build_parser  # noqa: PLC0415
 
     found = {f"megapack-build {name}": build_parser(name) for name in COMMANDS}
-    for name in ("pretrain", "evaluate", "export"):
+    for name in ("pretrain", "evaluate", "export", "teacher"):
         module = importlib.import_module(f"megapack.training.{name}")
         found[f"megapack-{name}"] = module.build_parser()
     return found

@@ -24,7 +24,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
 from megapack import IndexedDataset
-from megapack.data.run import open_run
+from megapack.data.run import OpenRun
 from megapack.training.command import read_config
 from megapack.training.engine.directory import read_jsonl
 
@@ -74,7 +74,7 @@ def main() -> None:
 
 def facts_of(demo: Path, arm: str) -> dict[str, Any]:
     """Return the plotted figures of one run, from its index, its schedule and its evaluations."""
-    (index,) = (run := open_run(config_of(demo, arm))).schedule.samples.indices
+    (index,) = (run := OpenRun(config_of(demo, arm))).schedule.samples.indices
     metrics = index.metrics()
     evaluations = {line["step"]: line for line in read_jsonl(demo / arm / "evaluation.jsonl")}
     sampler, steps = run.sampler(0, RANKS), list(read_jsonl(demo / arm / "log.jsonl"))

@@ -139,72 +139,84 @@ def _copy_mapping(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 MAX_DEPTH = 100  # of nested YAML: far below Python's recursion limit
 MAX_NODES = 1_000_000  # of a YAML file after its aliases are expanded
+MAX_BITS = 4096  # of an integer: Python refuses to print much longer ones
 
 
-class _Loader(yaml.SafeLoader):
-    """Loader that refuses duplicate keys (YAML would keep the second; ``<<`` merges do not count),
-    values nested too deeply, and aliases that contain themselves or expand to too many values."""
+# libyaml, if PyYAML was built with it, is many times faster.
+_SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
-    depth = 0
 
-    def fetch_flow_collection_start(self, token: Any) -> None:
-        # The scanner reads 1,024 characters ahead, in quadratic time: check brackets already here.
-        if self.flow_level >= MAX_DEPTH:
-            self._too_deep(self.get_mark())
-        super().fetch_flow_collection_start(token)
+class _Loader(_SafeLoader):  # type: ignore[misc]
+    """Loader that refuses duplicate keys (YAML would keep the second; ``<<`` merges do not count)
+    and integers that are too long to print."""
 
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        self.depth += 1
-        if self.depth > MAX_DEPTH:
-            self._too_deep(self.peek_event().start_mark)  # type: ignore[no-untyped-call]
-        node = super().compose_node(parent, index)
-        self.depth -= 1
-        return node
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.checked: set[int] = set()  # ids of mapping nodes
 
-    def get_single_node(self) -> Any:
-        node = super().get_single_node()
-        if node is not None:
-            self._size(node, {}, set())
-        return node
-
-    def _size(self, node: yaml.Node, sizes: dict[int, int], open_nodes: set[int]) -> int:
-        """Return the number of values of a node with every alias expanded."""
-        if id(node) in open_nodes:
-            self._refuse("an alias refers to a value that contains it", node.start_mark)
-        if id(node) not in sizes:
-            open_nodes.add(id(node))
-            pairs = node.value if isinstance(node, yaml.CollectionNode) else ()
-            children = [
-                child for pair in pairs for child in (pair if isinstance(pair, tuple) else (pair,))
-            ]
-            size = 1 + sum(self._size(child, sizes, open_nodes) for child in children)
-            if size > MAX_NODES:
-                self._refuse(f"aliases expand to more than {MAX_NODES:,} values", node.start_mark)
-            open_nodes.remove(id(node))
-            sizes[id(node)] = size
-        return sizes[id(node)]
-
-    def _too_deep(self, mark: Any) -> NoReturn:
-        self._refuse(f"values are nested more than {MAX_DEPTH} levels deep", mark)
-
-    @staticmethod
-    def _refuse(problem: str, mark: Any) -> NoReturn:
-        raise yaml.constructor.ConstructorError(None, None, problem, mark)
-
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Check the keys of a mapping before YAML adds those of ``<<``."""
         seen: set[str] = set()
-        for key, _ in node.value:
+        for key, _ in () if id(node) in self.checked else node.value:
             if isinstance(key, yaml.ScalarNode) and key.value != "<<":
                 if key.value in seen:
-                    self._refuse(f"key {key.value!r} comes twice", key.start_mark)
+                    _refuse(f"key {key.value!r} comes twice", key.start_mark)
                 seen.add(key.value)
-        return node
+        self.checked.add(id(node))
+        super().flatten_mapping(node)
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        value: int = super().construct_yaml_int(node)
+        if value.bit_length() > MAX_BITS:
+            _refuse(f"an integer has {value.bit_length():,} bits", node.start_mark)
+        return value
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+
+
+def _refuse(problem: str, mark: Any) -> NoReturn:
+    raise yaml.constructor.ConstructorError(None, None, problem, mark)
+
+
+def _check_size(text: str) -> None:
+    """Refuse values nested too deeply, and aliases that contain themselves or expand to too many
+    values."""
+    sizes: dict[str, int | None] = {}  # anchor -> values, with aliases expanded; None: not ended
+    unended: list[tuple[str | None, int]] = []  # anchor and values of the collections around
+    for event in yaml.parse(text, Loader=_SafeLoader):
+        if isinstance(event, yaml.CollectionStartEvent):
+            if len(unended) >= MAX_DEPTH:
+                _refuse(f"values are nested more than {MAX_DEPTH} levels deep", event.start_mark)
+            if event.anchor is not None:
+                sizes[event.anchor] = None
+            unended.append((event.anchor, 1))
+            continue
+        if isinstance(event, yaml.CollectionEndEvent):
+            anchor, size = unended.pop()
+        elif isinstance(event, yaml.AliasEvent):
+            anchor, known = None, sizes.get(str(event.anchor), 1)  # YAML refuses an unknown alias
+            if known is None:
+                _refuse("an alias refers to a value that contains it", event.start_mark)
+            size = known
+        elif isinstance(event, yaml.ScalarEvent):
+            anchor, size = event.anchor, 1
+        else:  # of the stream or the document
+            continue
+        if anchor is not None:
+            sizes[anchor] = size
+        if unended:
+            anchor, others = unended.pop()
+            if others + size > MAX_NODES:
+                problem = f"aliases expand to more than {MAX_NODES:,} values"
+                _refuse(problem, event.start_mark)
+            unended.append((anchor, others + size))
 
 
 def read_yaml(text: str) -> Any:
     """Parse untrusted YAML. Raises yaml.YAMLError, also for hostile nesting and aliases."""
     try:
+        _check_size(text)
         return yaml.load(text, _Loader)
     except (ValueError, OverflowError) as error:  # an impossible date or number
         raise yaml.YAMLError(str(error)) from error

@@ -71,7 +71,7 @@ def test_wheel_has_only_the_package(tmp_path: Path) -> None:
         (entry,) = (name for name in names if name.endswith("entry_points.txt"))
         commands = file.read(entry).decode()
     assert "megapack-build = megapack.cli.main:main" in commands
-    for name in ("pretrain", "evaluate", "export"):
+    for name in ("pretrain", "evaluate", "export", "teacher"):
         assert f"megapack-{name} = megapack.training.{name}:main" in commands
     # megapack/configs is a link to configs: one copy in the checkout, files in a wheel.
     recipes = {f"megapack/configs/{path.name}" for path in ROOT.glob("configs/*.yaml")}

@@ -92,12 +92,21 @@ BOMB = "a: &a [x]\n" + "".join(
         BOMB.replace("[", "{<<: [").replace("]", "]}").replace("{<<: [x]}", "{x: 1}"),
         "a: 2001-99-99",
         "a: " + "1" * 5000,
+        "a: 0x" + "f" * 5000,
+        "a: " + ":".join(["59"] * 2000),
     ],
     ids=lambda text: text[:12],
 )
 def test_hostile_yaml_is_refused_before_it_costs_time_or_memory(text: str) -> None:
     with pytest.raises(yaml.YAMLError):
         read_yaml(text)
+
+
+def test_only_keys_that_are_written_twice_are_refused() -> None:
+    text = "a: &a {x: 1}\nb: {c: &c {<<: *a, x: 2}}\nd: {<<: *c, x: 3}"
+    assert read_yaml(text)["d"] == {"x": 3} and read_yaml(text)["b"]["c"] == {"x": 2}
+    with pytest.raises(yaml.YAMLError, match="key 'x' comes twice"):
+        read_yaml("a: {b: [{x: 1, x: 1}]}")
 
 
 def test_aliases_of_ordinary_size_are_expanded() -> None:

@@ -30,7 +30,7 @@ from megapack.training.config import PretrainConfig
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = [f"megapack-build {name}" for name in COMMANDS_OF_BUILD]
-COMMANDS += [f"megapack-{name}" for name in ("pretrain", "evaluate", "export")]
+COMMANDS += [f"megapack-{name}" for name in ("pretrain", "evaluate", "export", "teacher")]
 REPOSITORY = "https://host/megapack"
 
 

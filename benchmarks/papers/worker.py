@@ -34,7 +34,7 @@ from megapack.training.command import set_rank_environment
 from megapack.training.config import PretrainConfig
 from megapack.training.engine.engine import start_engine, train_step
 from megapack.training.engine.export import export_model
-from megapack.training.engine.inputs import open_inputs, open_validation
+from megapack.training.engine.inputs import Inputs, open_validation
 from megapack.training.engine.world import World, connect_ranks
 from megapack.training.model.architecture import model_configuration
 from megapack.training.model.opening import open_model
@@ -87,7 +87,7 @@ class _Training:
             self._pack(task.run.other, folder / "other.samples")
         self.config = configuration(task, folder)
         (folder / "config.json").write_text(json.dumps(to_dict(self.config), default=str))
-        self.inputs = open_inputs(self.config)
+        self.inputs = Inputs(self.config)
         architecture = model_configuration(self.config.model, self.inputs.vocab_size)
         own = {"device": here.device, "seed": self.config.seed}
         model, _ = open_model(self.config.model, self.config.engine, architecture, **own)

@@ -54,6 +54,21 @@ Loss loss(const std::string& value) {
                          {"longalign", Loss::kSequenceMean}});
 }
 
+// Columns as pairs: whether a position has the row of the token that it predicts, and a fill row.
+using Columns = std::vector<std::pair<bool, Array<std::uint8_t>>>;
+using ShardColumns = std::vector<std::optional<Array<std::uint8_t>>>;
+using ColumnOutputs = std::vector<OutputArray<std::uint8_t>>;
+
+std::vector<CarriedColumn> carried(const Columns& columns) {
+    std::vector<CarriedColumn> result;
+    for (const auto& [of_target, fill_row] : columns) {
+        const auto fill = view(fill_row, "fill row");
+        check(!fill.empty(), "a fill row is empty; it has at least one byte");
+        result.push_back({{fill.begin(), fill.end()}, of_target});
+    }
+    return result;
+}
+
 Positions positions(const std::string& value) {
     return choice<Positions>(value, "positions",
                              {{"segment", Positions::kSegment},
@@ -191,7 +206,8 @@ class Gatherer {
              const Array<std::int64_t>& first_samples, const Array<std::int64_t>& sources,
              const std::string& positions_name, const std::string& attention,
              const std::string& label_boundary, const std::string& loss_name,
-             std::int64_t alignment, std::int64_t pad_token, std::shared_ptr<Fim> fim)
+             std::int64_t alignment, std::int64_t pad_token, std::shared_ptr<Fim> fim,
+             const Columns& columns)
         : fim_(std::move(fim)),
           options_{positions(positions_name),
                    extent(attention, "attention"),
@@ -199,7 +215,8 @@ class Gatherer {
                    loss(loss_name),
                    alignment,
                    pad_token,
-                   fim_.get()},
+                   fim_.get(),
+                   carried(columns)},
           runs_{view(first_ids, "first_ids"), view(shards, "shards"),
                 view(first_samples, "first_samples")},
           shards_(sources.size()),
@@ -213,7 +230,8 @@ class Gatherer {
 
     // Opens a shard unless it is open; after that, other threads may read it. excluded: documents,
     // ascending; excluded_by: number (from 1) of the first exclusion list of each; fim_longest:
-    // documents of 2 to fim_longest tokens have room for sentinels; -1: no document has.
+    // documents of 2 to fim_longest tokens have room for sentinels; -1: no document has; columns:
+    // bytes of every carried column, None for one that the shard lacks.
     void open(std::int64_t shard, const py::array& tokens, const std::optional<py::array>& labels,
               const std::optional<py::array>& weights, const AnyArray& index_bytes,
               const py::str& index_name, const AnyArray& sample_segment_offsets,
@@ -221,7 +239,7 @@ class Gatherer {
               const AnyArray& segment_length, const Array<std::int64_t>& excluded,
               const Array<std::int64_t>& excluded_by,
               const std::optional<Array<std::uint8_t>>& segment_joined, std::int64_t first_document,
-              std::int64_t fim_longest) {
+              std::int64_t fim_longest, const ShardColumns& columns) {
         check(shard >= 0 && shard < ssize(shards_), "shard ", shard, " does not exist; there are ",
               shards_.size(), " shards");
         Shard& place = shards_[shard];
@@ -230,6 +248,15 @@ class Gatherer {
         opened.tokens = token_array(tokens, "tokens");
         if (labels) opened.labels = token_array(*labels, "labels");
         if (weights) opened.weights = token_array(*weights, "weights");
+        check(columns.size() == options_.columns.size(), "shard ", shard, " has ", columns.size(),
+              " columns, and batches have ", options_.columns.size());
+        for (std::size_t c = 0; c < columns.size(); ++c) {
+            opened.columns.push_back({nullptr, 0, options_.columns[c].row_bytes()});
+            if (!columns[c]) continue;
+            const auto bytes = view(*columns[c], "columns");
+            opened.columns[c].data = bytes.data();
+            opened.columns[c].num_bytes = bytes.size();
+        }
         opened.samples.sample_segment_offsets =
             integers(sample_segment_offsets, "sample_segment_offsets");
         opened.samples.segment_document = integers(segment_document, "segment_document");
@@ -247,7 +274,7 @@ class Gatherer {
         --num_closed_;
         kept_.push_back(py::make_tuple(tokens, labels, weights, index_bytes, sample_segment_offsets,
                                        segment_document, segment_begin, segment_length, excluded,
-                                       excluded_by, segment_joined));
+                                       excluded_by, segment_joined, columns));
     }
 
     std::int64_t num_closed() const { return num_closed_; }
@@ -262,11 +289,13 @@ class Gatherer {
     std::tuple<Numbers32, std::optional<Numbers32>, Numbers32, std::int64_t> gather(
         const Array<std::int64_t>& sample_ids, const HeldView& step_view, const BatchShape& shape,
         OutputArray<std::int64_t>& tokens, OutputArray<std::int64_t>& labels,
-        OutputArray<float>& loss_mask, OutputArray<std::int64_t>& position_ids) const {
+        OutputArray<float>& loss_mask, OutputArray<std::int64_t>& position_ids,
+        ColumnOutputs& columns) const {
         const auto samples = view(sample_ids, "sample_ids");
-        const GatherOutput out{mutable_view(tokens, "tokens"), mutable_view(labels, "labels"),
-                               mutable_view(loss_mask, "loss_mask"),
-                               mutable_view(position_ids, "position_ids")};
+        GatherOutput out{mutable_view(tokens, "tokens"), mutable_view(labels, "labels"),
+                         mutable_view(loss_mask, "loss_mask"),
+                         mutable_view(position_ids, "position_ids")};
+        for (auto& column : columns) out.columns.push_back(mutable_view(column, "columns"));
         const bool aligned = options_.alignment > 1;
         std::vector<std::int32_t> cu_seqlens, cu_seqlens_padded, segment_sources;
         const std::int64_t max_seqlen = unlocked([&] {
@@ -422,22 +451,25 @@ void register_gather(py::module_& m) {
         .def(py::init<const Array<std::int64_t>&, const Array<std::int64_t>&,
                       const Array<std::int64_t>&, const Array<std::int64_t>&, const std::string&,
                       const std::string&, const std::string&, const std::string&, std::int64_t,
-                      std::int64_t, std::shared_ptr<Fim>>(),
+                      std::int64_t, std::shared_ptr<Fim>, const Columns&>(),
              py::kw_only(), py::arg("first_ids").noconvert(), py::arg("shards").noconvert(),
              py::arg("first_samples").noconvert(), py::arg("sources").noconvert(),
              py::arg("positions"), py::arg("attention"), py::arg("label_boundary"), py::arg("loss"),
-             py::arg("alignment"), py::arg("pad_token"), py::arg("fim") = py::none())
+             py::arg("alignment"), py::arg("pad_token"), py::arg("fim") = py::none(),
+             py::arg("columns").noconvert() = Columns())
         .def("open", &Gatherer::open, py::arg("shard"), py::kw_only(), py::arg("tokens"),
              py::arg("labels"), py::arg("weights"), py::arg("index_bytes"), py::arg("index_name"),
              py::arg("sample_segment_offsets"), py::arg("segment_document"),
              py::arg("segment_begin"), py::arg("segment_length"), py::arg("excluded").noconvert(),
              py::arg("excluded_by").noconvert(), py::arg("segment_joined").noconvert() = py::none(),
-             py::arg("first_document") = 0, py::arg("fim_longest") = -1)
+             py::arg("first_document") = 0, py::arg("fim_longest") = -1,
+             py::arg("columns").noconvert() = ShardColumns())
         .def_property_readonly("num_closed", &Gatherer::num_closed)
         .def("closed", &Gatherer::closed, py::arg("sample_ids").noconvert())
         .def("gather", &Gatherer::gather, py::arg("sample_ids").noconvert(), py::arg("view"),
              py::arg("shape"), py::arg("tokens").noconvert(), py::arg("labels").noconvert(),
-             py::arg("loss_mask").noconvert(), py::arg("position_ids").noconvert())
+             py::arg("loss_mask").noconvert(), py::arg("position_ids").noconvert(),
+             py::arg("columns").noconvert() = ColumnOutputs())
         .def("count_labels", &Gatherer::count, py::arg("sample_ids").noconvert(), py::arg("view"))
         .def("fim_draws", &Gatherer::fim_draws, py::arg("sample_ids").noconvert(), py::arg("view"))
         .def("token_ranges", &Gatherer::token_ranges, py::arg("sample_ids").noconvert())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from megapack.attention.experts import LoadBalancing, token_mask
 from megapack.attention.model_check import check_architecture, check_positions
 from megapack.attention.problem import AttentionNeeds, ScoreRule, alibi_slopes
+from megapack.attention.routes import check_replay, record_routes, replay_routes, routes_shape
 from megapack.attention.sequence_parallel import check_sequence_parallel, over_ranks
 from megapack.attention.transformers_interface import ATTENTION_NAME, register, varlen_arguments
 from megapack.attention.varlen import BACKENDS, Choice, choose_backend, refusals, varlen_attention
@@ -19,11 +20,15 @@ __all__ = [
     "alibi_slopes",
     "check_architecture",
     "check_positions",
+    "check_replay",
     "check_sequence_parallel",
     "choose_backend",
     "over_ranks",
+    "record_routes",
     "refusals",
     "register",
+    "replay_routes",
+    "routes_shape",
     "token_mask",
     "varlen_arguments",
     "varlen_attention",

@@ -24,7 +24,7 @@ import copy
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -58,9 +58,6 @@ MOST_PARAMETERS = 100_000_000  # larger models would take too long
 # that must not change at all is rounded almost the same way in both runs, so its limit is stricter.
 _TOLERANCE = {torch.float32: 0.03, torch.float16: 0.05, torch.bfloat16: 0.15}
 _STRICT = {torch.float32: 1e-3, torch.float16: 0.005, torch.bfloat16: 0.02}
-
-# Fields that cannot be position thresholds: skipped to save time.
-_NO_THRESHOLD = r"layers?$|^rope_theta$|head_dim$"
 
 Build: TypeAlias = Callable[[Any, str], Any]
 Loss: TypeAlias = Callable[[Any, Row], Tensor]
@@ -117,7 +114,7 @@ def check_architecture(
     remedy = "choose another attention or architecture, or train it without packing"
     with isolated(device):
         try:
-            tiny, reference = _tiny(configuration, build)
+            tiny, reference = tiny_reference(configuration, build)
             model = build(copy.deepcopy(tiny), attention)  # raises if it does not support it
         except Exception as error:
             raise ConfigError(
@@ -146,8 +143,6 @@ def check_positions(configuration: Any, *, attention: str, build: Build, longest
     ``check_architecture``, of which this is a part. ConfigError names the architecture, the field
     and its value. Returns at once if no threshold is below ``longest``."""
     cpu = torch.device("cpu")
-    if not _moves(configuration.get_text_config(decoder=True), longest):
-        return
     run = _Run(
         attention=attention,
         build=build,
@@ -158,19 +153,21 @@ def check_positions(configuration: Any, *, attention: str, build: Build, longest
     )
     with isolated(cpu):
         try:
-            tiny, _ = _tiny(configuration, build)
+            tiny, _ = tiny_reference(configuration, build)
         except Exception:  # check_architecture reports it
             return
         _check_thresholds(configuration, tiny, run)
 
 
 def _check_thresholds(configuration: Any, tiny: Any, run: _Run) -> None:
-    names = _thresholds(tiny, run)
+    text = configuration.get_text_config(decoder=True)
+    paths = dict(_numbers(tiny.to_dict(), at_least=1)).keys()
+    numbers = {path: value for path, value in _numbers(text.to_dict()) if path in paths}
+    names = _thresholds(tiny, numbers, run)
     if not names:
         return
-    text = configuration.get_text_config(decoder=True)
-    numbers = {str(path[-1]): value for path, value in _numbers(text.to_dict())}
-    fields = " and ".join(f"{name} ({numbers.get(name, 'unknown')})" for name in names)
+    values = {str(path[-1]): value for path, value in numbers.items()}
+    fields = " and ".join(f"{name} ({values[name]})" for name in names)
     reach = "any number of" if run.longest is None else f"up to {run.longest}"
     raise ConfigError(
         f"architecture {configuration.model_type!r}: a document has different logits if its row "
@@ -193,14 +190,22 @@ def isolated(device: torch.device) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _tiny(configuration: Any, build: Build) -> tuple[Any, Any]:
-    """Return a tiny configuration and its float32 model under ``eager``, on the CPU."""
+def tiny_reference(
+    configuration: Any, build: Build, change: Callable[[Any], None] | None = None
+) -> tuple[Any, Any]:
+    """Return a tiny configuration, after ``change``, and its float32 model under ``eager``, on the
+    CPU. Raises any exception of the model."""
+
+    def made(exact: bool) -> tuple[Any, Any]:
+        tiny = tiny_configuration(configuration, exact=exact)
+        if change is not None:
+            change(tiny)
+        return tiny, _reference(tiny, build)
+
     try:
-        tiny = tiny_configuration(configuration)
-        return tiny, _reference(tiny, build)
+        return made(False)
     except Exception:  # some sizes or layers depend on others
-        tiny = tiny_configuration(configuration, exact=True)
-        return tiny, _reference(tiny, build)
+        return made(True)
 
 
 def _reference(tiny: Any, build: Build, length: int = LENGTHS[0]) -> Any:
@@ -229,27 +234,35 @@ Path: TypeAlias = tuple[Any, ...]
 Moves: TypeAlias = dict[Path, float]
 
 
-def _thresholds(tiny: Any, run: _Run) -> tuple[str, ...]:
+def _thresholds(tiny: Any, numbers: Mapping[Path, float], run: _Run) -> tuple[str, ...]:
     """Return the names of fields that make a document depend on longer ones in its row.
 
-    Sets every number that may be a position threshold to a value between the lengths of two
-    documents of a row; each document must keep the logits that it has alone. Any number may be a
-    threshold if changing it changes no parameter's shape and the model still runs; a list of field
-    names would be incomplete.
+    Sets every one of ``numbers``, the model's own, that may be a position threshold to a value
+    between the lengths of two documents of a row; each document must keep the logits that it has
+    alone. Any number may be a threshold if changing it changes no parameter's shape and the model
+    still runs; a list of field names would be incomplete.
     """
-    groups = _movable(tiny, run.build, _moves(tiny, run.longest))
-    if not groups or not _depends_on_row(_moved(tiny, groups), run):
+    groups = _movable(tiny, run.build, _moves(numbers, run.longest))
+    # Without the other numbers, those that remain get distinct values.
+    again = _moves({path: numbers[path] for group in groups for path in group}, run.longest)
+    if again and _runs(_moved(tiny, again), run.build):
+        groups = again
+    if not groups or not _depends_on_row(tiny, groups, run):
         return ()
     for group in groups:
-        moved = _moved(tiny, [group])
-        if _runs(moved, run.build) and _depends_on_row(moved, run):
+        # Move the others out of reach.
+        others = _moves({p: numbers[p] for g in groups for p in g if p not in group}, 0)
+        base = _moved(tiny, others)
+        if _runs(_moved(base, [group]), run.build) and _depends_on_row(base, [group], run):
             return (str(next(iter(group))[-1]),)
     return tuple(str(next(iter(group))[-1]) for group in groups)
 
 
 def _raised(tiny: Any, reference: Any, build: Build) -> tuple[Any, Any]:
     """Move every position threshold beyond the length of the row."""
-    groups = _movable(tiny, build, _moves(tiny, 0))
+    numbers = dict(_numbers(tiny.to_dict()))
+    kept = {path: value for path, value in numbers.items() if not _is_shrunk(path)}
+    groups = _movable(tiny, build, _moves(kept, 0))
     if not groups:
         return tiny, reference
     raised = _moved(tiny, groups)
@@ -285,9 +298,10 @@ def _runs(tiny: Any, build: Build, length: int = LENGTHS[0]) -> bool:
     return True
 
 
-def _depends_on_row(tiny: Any, run: _Run) -> bool:
-    """Return whether logits of documents in a row differ from those of documents alone, with the
-    run's attention."""
+def _depends_on_row(tiny: Any, groups: Sequence[Moves], run: _Run) -> bool:
+    """Return whether logits of documents in a row differ from those of documents alone after the
+    moves, with the run's attention."""
+    tiny = _moved(tiny, groups)
     model = run.build(copy.deepcopy(tiny), run.attention).train()
     randomize(model)
     model = model.to(run.device)
@@ -295,11 +309,12 @@ def _depends_on_row(tiny: Any, run: _Run) -> bool:
     rows = [LENGTHS, LENGTHS[::-1]]
     # Also run a row that is longer than any product of numbers that the model may compute, because
     # documents of the run may be so long.
-    crossed = [value for _, value in _numbers(tiny.to_dict()) if value in BETWEEN]
+    values = [value for group in groups for value in group.values()]
+    crossed = [value for value in values if value in BETWEEN]
     long = LONG
     if run.longest is not None:
         long = min(LONG, LENGTHS[0] * run.longest // int(min(crossed, default=LONG)))
-        if LENGTHS[0] in dict(_numbers(tiny.to_dict())).values():
+        if LENGTHS[0] in values:
             long = 0  # the run's longest documents just reach a threshold
     if long > LENGTHS[0] and _runs(tiny, run.build, long):
         rows.append((LENGTHS[1], long))
@@ -315,14 +330,13 @@ def _depends_on_row(tiny: Any, run: _Run) -> bool:
     return False
 
 
-def _moves(tiny: Any, longest: int | None) -> list[Moves]:
+def _moves(numbers: Mapping[Path, float], longest: int | None) -> list[Moves]:
     """Return new values of numbers that may be thresholds, grouped by name, ascending.
 
     The order of the values, and of ``longest`` among them, does not change. So the longer document
     of the row crosses exactly the thresholds that documents of the run cross. With ``longest`` 0 it
     crosses none.
     """
-    numbers = dict(_numbers(tiny.to_dict()))
     crossed = sorted({value for value in numbers.values() if longest is None or value < longest})
     if not crossed and longest:
         return []
@@ -338,19 +352,21 @@ def _moves(tiny: Any, longest: int | None) -> list[Moves]:
     return [groups[key] for key in sorted(groups)]
 
 
-def _numbers(fields: Any, path: Path = ()) -> Iterator[tuple[Path, float]]:
-    """Yield paths and values of whole numbers from 8 on that no rule of ``RULES`` shrinks."""
+def _numbers(
+    fields: Any, path: Path = (), at_least: float = WINDOW
+) -> Iterator[tuple[Path, float]]:
+    """Yield paths and values of finite numbers."""
     for key, value in fields.items() if isinstance(fields, dict) else enumerate(fields):
-        name = next((part for part in (key, *path[::-1]) if isinstance(part, str)), "")
         if isinstance(value, dict | list):
-            yield from _numbers(value, (*path, key))
-        elif (
-            type(value) in (int, float)
-            and value >= WINDOW
-            and float(value).is_integer()
-            and not any(re.search(pattern, name) for pattern in (*RULES, _NO_THRESHOLD))
-        ):
+            yield from _numbers(value, (*path, key), at_least)
+        elif type(value) in (int, float) and at_least <= value < math.inf:
             yield (*path, key), value
+
+
+def _is_shrunk(path: Path) -> bool:
+    """Return whether a rule of ``RULES`` shrinks the number."""
+    name = next((part for part in path[::-1] if isinstance(part, str)), "")
+    return any(re.search(pattern, name) for pattern in RULES)
 
 
 def _moved(tiny: Any, groups: Sequence[Moves]) -> Any:

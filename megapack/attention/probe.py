@@ -44,7 +44,7 @@ class SegmentPlaces(NamedTuple):
 
     begins: Tensor  # first token, counted over all rows
     lengths: Tensor
-    rooms: Tensor  # tokens from one begin to the next: length plus alignment padding
+    padded_lengths: Tensor  # tokens from one begin to the next: length plus alignment padding
 
     @staticmethod
     def of(batch: Mapping[str, Any]) -> SegmentPlaces:
@@ -55,14 +55,14 @@ class SegmentPlaces(NamedTuple):
         if ends.dim() == 1:
             ends, places, rows = ends[None], places[None], 1
         shift = torch.arange(rows).view(-1, 1) * row
-        rooms = places.diff()
+        padded_lengths = places.diff()
         begins = places[:, :-1] + shift
-        not_empty = rooms > 0
-        return SegmentPlaces(begins[not_empty], ends.diff()[not_empty], rooms[not_empty])
+        not_empty = padded_lengths > 0
+        return SegmentPlaces(begins[not_empty], ends.diff()[not_empty], padded_lengths[not_empty])
 
     def positions(self) -> Tensor:
         """Return the position of every token in its segment, int64 (tokens,)."""
-        first = self.begins.repeat_interleave(self.rooms)
+        first = self.begins.repeat_interleave(self.padded_lengths)
         return torch.arange(len(first)) - first
 
 
@@ -184,18 +184,19 @@ class _Part(NamedTuple):
 def _cut(batch: Mapping[str, Any], segments: SegmentPlaces, most: int) -> _Part:
     """Cut every segment into pieces of at most ``most`` tokens, with positions from 0."""
     padded = "cu_seqlens_padded" in batch
-    align = int(np.gcd.reduce(segments.rooms.numpy())) if padded else 1
+    align = int(np.gcd.reduce(segments.padded_lengths.numpy())) if padded else 1
     most = -(-most // align) * align
-    counts = -(-segments.rooms // most)
+    counts = -(-segments.padded_lengths // most)
     number = torch.arange(len(counts)).repeat_interleave(counts)
     offset = (torch.arange(len(number)) - (counts.cumsum(0) - counts)[number]) * most
     pieces = SegmentPlaces(
         begins=segments.begins[number] + offset,
         lengths=(segments.lengths[number] - offset).clamp(0, most),
-        rooms=(segments.rooms[number] - offset).clamp(max=most),
+        padded_lengths=(segments.padded_lengths[number] - offset).clamp(max=most),
     )
     cut = dict(batch)
-    for name, sizes in (("cu_seqlens", pieces.lengths), ("cu_seqlens_padded", pieces.rooms)):
+    lists = {"cu_seqlens": pieces.lengths, "cu_seqlens_padded": pieces.padded_lengths}
+    for name, sizes in lists.items():
         if name in batch:
             cut[name] = _ends(sizes, pieces.begins, batch)
     if "position_ids" in batch:
@@ -203,7 +204,7 @@ def _cut(batch: Mapping[str, Any], segments: SegmentPlaces, most: int) -> _Part:
     if "dataset_ids" in batch and len(batch["dataset_ids"]) == len(counts):
         cut["dataset_ids"] = batch["dataset_ids"][number]
     if "max_seqlen" in batch:
-        cut["max_seqlen"] = _longest(pieces.rooms, pieces.begins, batch)
+        cut["max_seqlen"] = _longest(pieces.padded_lengths, pieces.begins, batch)
     first = (offset == 0) & _begins_at_0(batch, segments)[number]
     inside = torch.cat([torch.arange(n) for n in pieces.lengths[first].tolist()] or [offset[:0]])
     places = pieces.begins[first].repeat_interleave(pieces.lengths[first]) + inside
@@ -254,15 +255,15 @@ def _ends(sizes: Tensor, begins: Tensor, batch: Mapping[str, Any]) -> Tensor:
     return torch.nn.functional.pad(torch.stack(lists), (1, 0)).to(template.dtype)
 
 
-def _longest(rooms: Tensor, begins: Tensor, batch: Mapping[str, Any]) -> Any:
+def _longest(padded_lengths: Tensor, begins: Tensor, batch: Mapping[str, Any]) -> Any:
     """Return max_seqlen of pieces in the form of the batch: int, or tensor 0-d or per row."""
     template = batch["max_seqlen"]
     if not isinstance(template, Tensor):
-        return int(rooms.max())
+        return int(padded_lengths.max())
     if template.dim() == 0:
-        return rooms.max().to(template.dtype)
+        return padded_lengths.max().to(template.dtype)
     rows, row = batch["tokens"].shape
-    longest = [rooms[begins // row == i].max() for i in range(rows)]
+    longest = [padded_lengths[begins // row == i].max() for i in range(rows)]
     return torch.stack(longest).to(template.dtype)
 
 

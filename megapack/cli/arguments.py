@@ -63,6 +63,16 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def number(text: str) -> int | float:
+    """Convert ``-1`` to an int, ``0.5`` to a float."""
+    for convert in (int, float):
+        try:
+            return convert(text)
+        except ValueError:
+            pass
+    _refuse(f"{text!r} is not a number; write -1 or 0.5")
+
+
 def share(text: str) -> float:
     """Convert ``0.02`` or ``2/100`` to 0.02; above 0 and at most 1."""
     try:
@@ -156,13 +166,24 @@ SHARED: dict[str, dict[str, Any]] = {
         "vocab.json and merges.txt, or bytes",
     },
     "--vocab-size": {"type": positive, "metavar": "N", "help": "vocabulary size, in token ids"},
-    "--dtype": {"metavar": "TYPE", "help": "integer type of the tokens on disk, as in int32"},
+    "--dtype": {"metavar": "TYPE", "help": "type of the numbers on disk, as in int32"},
+    "--column": {
+        "action": "append",
+        "default": [],
+        "metavar": "NAME=SOURCE[:TYPE]",
+        "help": "write a column PREFIX.NAME.col, a row per token (repeatable); TYPE as in float32, "
+        "float16[8] or float16[8],target,fill=-1",
+    },
     "--eod-token": {
         "type": token_argument,
         "metavar": "T",
         "help": "token that ends documents (EOD), by name or by decimal id",
     },
 }
+
+
+# Options of every packing, whatever its strategy.
+PACKING = ("--groups", "--seed", "--threads", "--alignment", "--fim-room")
 
 
 def add_shared(parser: Arguments, *names: str, help: str = "", **changes: Any) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megapack.cli.arguments import add_dataset_argument, add_shared, capacities, positive
+from megapack.cli.arguments import PACKING, add_dataset_argument, add_shared, capacities, positive
 from megapack.cli.output import Work, note, print_result, print_table
 from megapack.compare import (
     GPUS,
@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=capacities,
         help="capacities of the fixed-length strategies, in tokens (default: the largest bucket)",
     )
-    add_shared(packing, "--alignment", "--fim-room", "--groups", "--seed", "--threads")
+    add_shared(packing, *PACKING)
     _add_training(parser.add_argument_group("training, for the estimate of time and cost"))
     output = parser.add_argument_group("output")
     add_shared(output, "--json")

@@ -13,11 +13,11 @@ from pathlib import Path
 from megapack.errors import ConfigError
 from megapack.packing.sharded import SUFFIX, is_shard_manifest
 from megapack.storage.address import is_remote, split_address
-from megapack.storage.index_file import BESIDE
+from megapack.storage.index_file import COMPANIONS
 from megapack.storage.remote.client import names_in
 
-_NAMELESS = (".meta.json", ".idx.orig", ".lock", ".manifest.json", ".checksums")
-COMPANIONS = (".bin", ".samples", SUFFIX, *_NAMELESS)
+_NAMELESS = (".meta.json", ".idx.orig", ".lock", ".manifest.json", ".checksums", ".col")
+_SUFFIXES = (".bin", ".samples", SUFFIX, *_NAMELESS)
 
 
 def dataset_prefixes(names: Iterable[str]) -> list[str]:
@@ -40,7 +40,7 @@ def dataset_prefixes(names: Iterable[str]) -> list[str]:
             if not indices:
                 raise ConfigError(f"{name} is a directory without any .idx; name another one")
             prefixes += indices
-        elif not name.endswith(COMPANIONS):
+        elif not name.endswith(_SUFFIXES):
             prefixes.append(name.removesuffix(".idx"))
         elif name.endswith(".bin"):
             token_files.setdefault(name.removesuffix(".bin"), len(prefixes))
@@ -70,7 +70,7 @@ def named_files(names: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
 
 def documents_of(prefixes: Sequence[str]) -> list[str]:
     """Return the prefixes that are not labels, loss weights or groups of another one."""
-    companions = {prefix + end for prefix in prefixes for end in BESIDE}
+    companions = {prefix + end for prefix in prefixes for end in COMPANIONS}
     return [prefix for prefix in prefixes if prefix not in companions]
 
 

@@ -96,7 +96,8 @@ def packed_rows(
 
     Raises:
         ConfigError: the samples are aligned and `pad` is missing or not an int32; the dataset has
-            loss weights, which a mask of 0 and 1 cannot express; a label is not the next token.
+            loss weights, which a mask of 0 and 1 cannot express, or columns; a label is not the
+            next token.
         IndexMismatchError: the labels belong to other documents.
     """
     labels = open_labels(dataset) or dataset
@@ -104,6 +105,12 @@ def packed_rows(
         raise ConfigError(
             f"{dataset.prefix}.weights holds loss weights, and Bridge's loss_mask is 0 or 1: "
             "train with megapack-pretrain or PackedTrainer, or move the weights to another folder"
+        )
+    if dataset.columns:
+        raise ConfigError(
+            f"{dataset.prefix} has the columns {', '.join(dataset.columns)}, and Bridge's parquet "
+            "has none: train with another host, or remove them from a copy of the dataset "
+            "(`megapack-build column remove`)"
         )
     if index.alignment > 1 and pad is None:
         raise ConfigError(

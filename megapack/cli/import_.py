@@ -3,6 +3,8 @@
   megapack-build import neox/data_text_document --output-prefix corpus
   megapack-build import fineweb_00000.ds --output-prefix corpus
   megapack-build import train.bin --output-prefix corpus --dtype uint16 --eod-token 50256
+  megapack-build import dump.npy --output-prefix distill --eod-token 2 \\
+      --column logits=logits.npy:bfloat16[64],target --column ids=ids.npy:int32[64],target
 
 Kinds: mmididx (Megatron, Megatron-DeepSpeed, GPT-NeoX, DeepSpeed), datatrove (.ds with
 .ds.index), dolma (OLMo's headerless .npy with .csv.gz), llm.c (.bin with a header, also of
@@ -12,16 +14,24 @@ Bounds, widths, counts, loss masks and tokenizer names next to the file are read
 it; contradictions are errors. For an unknown format the error names a command that converts it. A
 loss mask becomes PREFIX.labels. If the file holds plain tokens from its first byte, PREFIX.bin is a
 hard or symbolic link to it; if PREFIX.bin is the file itself (train.bin -> train), only the .idx is
-added. PREFIX may be an address.
+added. PREFIX may be an address. --column adds a teacher's dump, one row per token of the file.
 """
 
 from __future__ import annotations
 
 import argparse
+from typing import Any
+
+from numpy.typing import NDArray
 
 from megapack.cli.arguments import add_shared, token_id
+from megapack.errors import ConfigError
+from megapack.storage.column_edits import spec_of
+from megapack.storage.columns import ColumnSpec
 from megapack.storage.foreign import KINDS
 from megapack.storage.importing import LINKS, SEPARATED, import_dataset
+from megapack.storage.tokens import open_npy
+from megapack.tokenization.corpus.token_values import ColumnOption
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +62,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="whether PREFIX.bin is a link or a copy (default: auto, a link if possible)",
     )
     add_shared(parser, "--vocab-size", help="larger ids are errors")
+    add_shared(
+        parser,
+        "--column",
+        help="SOURCE is a .npy with a row per token of the file (default TYPE: that of the .npy, "
+        "token, fill=0)",
+    )
     add_shared(parser, "--overwrite")
+
+
+def _columns(options: list[str]) -> dict[str, tuple[NDArray[Any], ColumnSpec]]:
+    """Open the files of --column. Raises ConfigError if one does not have its type."""
+    columns: dict[str, tuple[NDArray[Any], ColumnSpec]] = {}
+    for option in map(ColumnOption.parse, options):
+        if option.name in columns:
+            raise ConfigError(f"--column names {option.name} twice; give each another name")
+        values = open_npy(option.key)
+        spec = spec_of(values, dtype=option.dtype, fill=option.fill, of=option.of)
+        if option.shape not in (None, spec.shape):
+            raise ConfigError(
+                f"--column {option.name}: {option.key} has rows of shape {list(spec.shape)}, not "
+                f"{list(option.shape or ())}; leave the shape out, or give another file"
+            )
+        columns[option.name] = values, spec
+    return columns
 
 
 def run(args: argparse.Namespace) -> None:
@@ -65,6 +98,7 @@ def run(args: argparse.Namespace) -> None:
         eod_at=args.eod_at,
         link=args.link,
         vocab_size=args.vocab_size,
+        columns=_columns(args.column),
         overwrite=args.overwrite,
     )
     print(result)

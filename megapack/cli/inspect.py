@@ -6,7 +6,9 @@ manifest the totals of its datasets, with --shards also each dataset.
 
 --sample I shows one sample as training gets it: its text, where documents begin and end, which
 tokens have no label (from PREFIX.labels, if it exists) and the loss weights of the others (from
-PREFIX.weights). --fim shows documents as fill-in-the-middle reorders them.
+PREFIX.weights). Columns are listed token by token: a target column at the position that predicts
+its token, and only the first values of wide rows. --fim shows documents as fill-in-the-middle
+reorders them.
 
 examples:
   megapack-build inspect data/train
@@ -20,15 +22,18 @@ examples:
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.text import Text
 
 from megapack.cli.arguments import add_shared, refuse_without
+from megapack.cli.column import describe_column
 from megapack.cli.datasets import named_files
 from megapack.cli.output import Screen, note, print_result, print_table
 from megapack.cli.pack import describe_shards, print_composition, print_shards
@@ -39,6 +44,7 @@ from megapack.packing.sample_index import IDX_CHECKSUMS
 from megapack.packing.sharded import ShardedIndex, load_shards
 from megapack.packing.verify import prefix_of_samples
 from megapack.storage import IndexedDataset
+from megapack.storage.columns import Column, ColumnSpec
 from megapack.storage.dataset import open_labels, open_weights
 from megapack.units import counted
 
@@ -81,6 +87,8 @@ def decoder(name: str, dataset: IndexedDataset, token_ids: Sequence[int]) -> Dec
 
 COLOURS = ("cyan", "green", "yellow", "magenta", "blue")
 MASKED = "bold red reverse"
+COLUMN_LINES = 8  # tokens of the beginning and of the end of a segment whose columns are shown
+COLUMN_VALUES = 8  # numbers of a row that are shown
 ELISION = 400  # characters shown of the beginning and of the end of a segment
 
 
@@ -96,6 +104,9 @@ class SegmentView:
     token_ids: list[int]
     has_label: list[bool]  # per token: does predicting its successor count in the loss?
     weights: list[float] | None  # loss weight per token, where the dataset has weights
+    # Per column: name, type, and rows from the segment's first token on, or for columns of targets
+    # from its successor on. Positions after the last row have the fill value.
+    columns: list[tuple[str, ColumnSpec, NDArray[Any]]]
     group: int  # number of its group in the sample; without groups every segment is one
     fim: str = ""  # how fill-in-the-middle reorders the document; empty: not at all
 
@@ -171,10 +182,18 @@ def view_sample(
                 token_ids=dataset.tokens[start : start + length].tolist(),
                 has_label=(labels >= 0).tolist() + [False] * (length - len(labels)),
                 weights=weights,
+                columns=[
+                    (name, column.spec, column.rows[_positions(column, start, label_range)])
+                    for name, column in dataset.columns.items()
+                ],
                 group=groups[document, begin, length],
             )
         )
     return views
+
+
+def _positions(column: Column, start: int, label_range: slice) -> slice:
+    return label_range if column.spec.of == "target" else slice(start, label_range.stop)
 
 
 def apply_fim(
@@ -250,6 +269,7 @@ def print_sample(
             style=f"bold {colour}",
         )
         console.print(_text_of_segment(view, decode, colour, full=full), soft_wrap=True)
+        _print_columns(console, view, decode, full=full)
     if used < capacity:
         console.write_line(f"--- padding: {capacity - used:,} tokens, no labels", style=MASKED)
 
@@ -271,6 +291,44 @@ def _text_of_segment(view: SegmentView, decode: Decode | None, colour: str, *, f
         if has_label and weight != 1:
             body.append(f"<{weight:g}>", style="dim")
     return body
+
+
+def _print_columns(
+    console: Screen, view: SegmentView, decode: Decode | None, *, full: bool
+) -> None:
+    """Print the columns of a segment, a line per token; of long segments both ends."""
+    if not view.columns:
+        return
+    if view.fim:
+        console.write_line("(columns are not shown for reordered documents)")
+        return
+    length = len(view.token_ids)
+    num_hidden = 0 if full else max(0, length - 2 * COLUMN_LINES)
+    shown = [i for i in range(length) if i < COLUMN_LINES or i >= COLUMN_LINES + num_hidden]
+    table: dict[str, Callable[[int], Any]] = {
+        "position": str,
+        "token": lambda i: repr(decode(view.token_ids[i : i + 1])) if decode else view.token_ids[i],
+    }
+    for name, spec, rows in view.columns:
+        table[name] = lambda i, spec=spec, rows=rows: _row_text(spec, rows, i)  # type: ignore[misc]
+    for part in (shown[:COLUMN_LINES], shown[COLUMN_LINES:]) if num_hidden else (shown,):
+        print_table(table, part)
+        if num_hidden and part[0] == 0:
+            console.write_line(f"... {counted(num_hidden, 'token')} (--full shows them) ...")
+
+
+def _row_text(spec: ColumnSpec, rows: NDArray[Any], position: int) -> str:
+    """Return a token's row: short ones whole, else the shape and the first values."""
+    if position < len(rows):
+        values = spec.numbers(rows[position : position + 1]).reshape(-1)
+    else:
+        values = np.full(math.prod(spec.shape), spec.fill)
+    words = [f"{value:g}" for value in values[:COLUMN_VALUES].tolist()]
+    if not spec.shape:
+        return words[0]
+    if values.size <= COLUMN_VALUES:
+        return f"[{' '.join(words)}]"
+    return f"{list(spec.shape)} {' '.join(words)} ..."
 
 
 # ---- Options -------------------------------------------------------------------------------------
@@ -415,6 +473,7 @@ def describe_dataset(dataset: IndexedDataset) -> dict[str, Any]:
         "length_quantiles": {f"{q:g}": int(v) for q, v in zip(QUANTILES, quantiles, strict=False)},
         "documents_up_to_power_of_two": {str(2**k): n for k, n in enumerate(counts)},
         "fingerprint": dataset.fingerprint,
+        "columns": [describe_column(dataset.prefix, each) for each in dataset.columns.values()],
         "meta": dataset.meta,
     }
 
@@ -451,6 +510,12 @@ def _print_dataset(facts: dict[str, Any]) -> None:
         for key, value in meta.items():
             if isinstance(value, (str, int)) and key not in facts:
                 console.write_line(f"{key}: {value}")
+    for column in facts["columns"]:
+        shape = column["shape"] or ""
+        console.write_line(
+            f"column {column['name']}: {column['dtype']}{shape}, of {column['of']}, fill "
+            f"{column['fill']}, {column['bytes']:,} bytes"
+        )
     console.write_line("document lengths")
     columns: dict[str, Any] = {
         "quantile": lambda row: f"{float(row[0]):.0%}",

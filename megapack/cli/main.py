@@ -46,6 +46,7 @@ COMMANDS = {
     "report": ("megapack.cli.report", "write an HTML page about a run: losses, decisions, speed"),
     "merge": ("megapack.cli.merge", "many datasets -> one"),
     "verify": ("megapack.cli.verify", "check datasets and .samples files for damage"),
+    "column": ("megapack.cli.column", "add, list, remove, export data that belongs to tokens"),
     "repair": ("megapack.cli.repair", "repair a damaged .idx"),
     "upload": ("megapack.cli.upload", "copy datasets and their .samples to an object store"),
     "export": ("megapack.cli.export", "samples -> files for another trainer"),

@@ -4,8 +4,9 @@
   megapack-build merge shards/ web.idx --output-prefix corpus --dtype int32
 
 A directory stands for every .idx in it; several files of one dataset (as from shards/* in a shell)
-name it once. A dataset that is named twice is merged twice. Labels, loss weights and groups of the
-inputs are left out, and a note says how to merge them in the same order.
+name it once. A dataset that is named twice is merged twice. Columns are merged with the tokens.
+Labels, loss weights and groups of the inputs are left out, and a note says how to merge them in the
+same order.
 
 Reads datasets of megapack, Megatron, Megatron-DeepSpeed and GPT-NeoX. Memory does not grow with
 their size, and the result has the bytes that one builder would have written. Inputs and output may
@@ -21,7 +22,7 @@ from megapack.cli.arguments import add_dataset_argument, add_shared
 from megapack.cli.datasets import dataset_prefixes, documents_of
 from megapack.cli.output import Work, note, print_result
 from megapack.storage import IndexedDataset
-from megapack.storage.index_file import BESIDE
+from megapack.storage.index_file import COMPANIONS
 from megapack.storage.merge import merge
 from megapack.units import counted
 
@@ -40,6 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "none, or the documents begin or end with different tokens (default: an error)",
     )
     parser.add_argument(
+        "--missing-columns",
+        choices=("fill", "drop"),
+        help="if only some inputs have a column: give the other tokens its fill value, or leave "
+        "the column out (default: an error)",
+    )
+    parser.add_argument(
         "--remove-inputs", action="store_true", help="delete the inputs when the result is complete"
     )
     add_shared(parser, "--overwrite", "--json")
@@ -47,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     prefixes = documents_of(dataset_prefixes(args.prefixes))
-    for end in BESIDE:
+    for end in COMPANIONS:
         if any(IndexedDataset.exists(prefix + end) for prefix in prefixes):
             note(
                 f"PREFIX{end} of the inputs is not merged: merge the datasets PREFIX{end} in the "
@@ -60,6 +67,7 @@ def run(args: argparse.Namespace) -> None:
             dtype=args.dtype,
             multimodal=args.multimodal,
             allow_mixed_tokenizers=args.allow_mixed_tokenizers,
+            missing_columns=args.missing_columns,
             remove_inputs=args.remove_inputs,
             overwrite=args.overwrite,
             progress=progress,
@@ -71,6 +79,7 @@ def run(args: argparse.Namespace) -> None:
         "num_documents": result.num_documents,
         "num_tokens": result.num_tokens,
         "dtype": result.dtype.name,
+        "columns": list(result.columns),
         "is_new": is_new,
     }
     text = f"nothing to do: {args.output_prefix} exists already"

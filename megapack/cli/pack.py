@@ -39,6 +39,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapack.cli.arguments import (
+    PACKING,
     Arguments,
     add_dataset_argument,
     add_shared,
@@ -55,12 +56,11 @@ from megapack.packing.metrics import array_checksum
 from megapack.packing.sample_index import describe_source
 from megapack.packing.shard_packing import pack_shards, plan_packing
 from megapack.packing.sharded import ShardedIndex, is_shard_manifest, load_shards
-from megapack.storage.address import is_remote
 from megapack.storage.dataset import open_index, read_documents
 from megapack.storage.files import check_not_read, check_target
 from megapack.storage.index_file import IndexFile, prefix_of
 from megapack.storage.index_writer import SUFFIXES
-from megapack.storage.metadata import differing_tokens, read_meta
+from megapack.storage.metadata import differing_tokens
 from megapack.storage.remote.copies import local_output_file
 from megapack.units import count, counted, percent
 
@@ -214,7 +214,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="pack only this share of the documents (0.02, or 2/100), for a proxy run with that "
         "share of the final run's tokens; a larger share contains every smaller one (default: 1)",
     )
-    add_shared(parser, "--groups", "--seed", "--threads", "--alignment", "--fim-room")
+    add_shared(parser, *PACKING)
     parser.add_argument(
         "--preset", metavar="NAME", help="use the parameters of a paper, from the list below"
     )
@@ -383,11 +383,6 @@ def _pack_many(args: argparse.Namespace, options: Mapping[str, Any]) -> None:
     plan = plan_packing(
         args.output, prefixes, {**options, "seed": args.seed}, overwrite=args.overwrite
     )
-    # At addresses a request per dataset would be needed; blends compare the end tokens of those.
-    local = [prefix for prefix in plan.prefixes if not is_remote(prefix)]
-    described = [(prefix, meta) for prefix in local if (meta := read_meta(prefix)) is not None]
-    for difference in differing_tokens(lambda fact: ((p, meta.get(fact)) for p, meta in described)):
-        note(f"{difference}: build them alike (--prepend-bos, --append-eod) unless intended")
     i, n = args.part or (0, 1)
     prefixes_of_part = plan.prefixes[i::n]
     with Work(f"packing {counted(len(prefixes_of_part), 'dataset')}") as work:
@@ -405,6 +400,10 @@ def _pack_many(args: argparse.Namespace, options: Mapping[str, Any]) -> None:
     if is_part(args, f"{counted(len(shards), 'dataset')} packed", str(plan.manifest)):
         return
     index = load_shards(plan.manifest)
+    for difference in differing_tokens(
+        lambda fact: ((shard.prefix, shard.document_token(fact)) for shard in index.shards)
+    ):
+        note(f"{difference}: build them alike (--prepend-bos, --append-eod) unless intended")
     new, kept = len(index.shards) - len(plan.known), len(index.shards) - len(prefixes)
     remark = f", {count(new)} of them new" if plan.known else ""
     if kept:

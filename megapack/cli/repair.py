@@ -6,7 +6,8 @@
 
 Repairs dtype codes of another tool's table, pointers that overflowed, documents that a GPT-NeoX
 merge dropped, and an .idx truncated by a full disk. It never changes tokens. The old .idx is kept
-as .idx.orig. Then the dataset is verified; exit status 1 if damage remains.
+as .idx.orig. Columns are cut with the tokens. Then the dataset is verified; exit status 1 if damage
+remains.
 """
 
 from __future__ import annotations
@@ -36,7 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--drop-trailing",
         action="store_true",
-        help="cut bytes at the end of .bin that belong to no sequence (default: an error)",
+        help="cut bytes at the end of .bin that belong to no sequence, and bytes at the end of "
+        "columns that belong to no token (default: an error)",
+    )
+    parser.add_argument(
+        "--drop-columns",
+        action="store_true",
+        help="remove columns whose file is missing or too short (default: an error)",
     )
     parser.add_argument(
         "--one-document-per-sequence",
@@ -57,6 +64,7 @@ def _repair(prefix: str, args: argparse.Namespace) -> bool:
             prefix,
             drop_truncated=args.drop_truncated,
             drop_trailing=args.drop_trailing,
+            drop_columns=args.drop_columns,
             one_document_per_sequence=args.one_document_per_sequence,
             dry_run=args.dry_run,
         )

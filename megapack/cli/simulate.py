@@ -261,7 +261,7 @@ def _read_lengths(source: str) -> NDArray[Any]:
 def _steps_of_run(args: argparse.Namespace, cluster: Cluster) -> tuple[list[_Step], int]:
     """Return steps as training would take them, and the tokens of its micro batches."""
     from megapack.data.batch import cut_lengths  # noqa: PLC0415
-    from megapack.data.run import open_run  # noqa: PLC0415
+    from megapack.data.run import OpenRun  # noqa: PLC0415
     from megapack.training.config import PretrainConfig  # noqa: PLC0415
 
     if args.max_tokens is not None or args.documents_per_step is not None:
@@ -275,7 +275,7 @@ def _steps_of_run(args: argparse.Namespace, cluster: Cluster) -> tuple[list[_Ste
             f"--context is {args.context}, and the run's engine.sequence_parallel_size "
             f"{config.engine.sequence_parallel_size}: give the same"
         )
-    opened = open_run(config)
+    opened = OpenRun(config)
     schedule, tokens = opened.schedule, config.data.micro_batch_tokens
     sampler = opened.sampler(0, cluster.num_ranks)
     steps = []

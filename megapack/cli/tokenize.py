@@ -60,11 +60,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "thread); writes PREFIX.groups, for `pack --groups` (default: no groups)",
     )
     _add_tokens(parser.add_argument_group("tokens"))
+    values = parser.add_argument_group("values of tokens")
     add_fields(
-        parser.add_argument_group("loss weights"),
+        values,
         weights_key="JSON key or column with the loss weights of a text: a number per token, spans "
         "[begin, end, weight] of its characters, or the path of a .npy; writes a second "
         "dataset, PREFIX.weights (default: no weights)",
+    )
+    add_shared(
+        values,
+        "--column",
+        help="SOURCE is a JSON key or column of the corpus with a row per token, spans [begin, "
+        "end, row] of characters, or the path of a .npy, relative to the input file; tokens "
+        "without a value get the fill value (default TYPE: dtype and shape of the first document, "
+        "token, fill=0)",
     )
     _add_chats(parser.add_argument_group("conversations"))
     add_fields(
@@ -301,7 +310,7 @@ def _preview_facts(preview: Preview) -> dict[str, Any]:
         "estimate": dataclasses.asdict(preview.estimate),
         "missing_shards": preview.num_missing,
         "finished": preview.finished,
-        "left_behind": list(preview.left_behind),
+        "other_plans": list(preview.other_plans),
     }
 
 
@@ -344,7 +353,7 @@ def _print_preview(preview: Preview) -> None:
     )
     for prefix in preview.prefixes.values():
         print(f"dataset    {prefix}.bin, {prefix}.idx")
-    for line in preview.left_behind:
+    for line in preview.other_plans:
         print(f"beside     {line}")
     if preview.finished:
         print("nothing to do: this build is complete")
@@ -391,7 +400,7 @@ def _print_result(result: BuildResult, seconds: float) -> None:
             f"{', '.join(kinds[:_MOST_SPECIAL_TOKENS])}{more}; --special-tokens text encodes them "
             "as text"
         )
-    if result.state == "found":
+    if result.state == "complete":
         print("nothing to do: this build is complete")
     else:
         kept = f" ({count(result.num_shards_kept)} kept from before)"

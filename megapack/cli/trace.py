@@ -96,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from megapack.data.program import check_reach  # noqa: PLC0415
-    from megapack.data.run import DECISIONS, open_run  # noqa: PLC0415
+    from megapack.data.run import DECISIONS, OpenRun  # noqa: PLC0415
     from megapack.training.config import PretrainConfig  # noqa: PLC0415
 
     if args.step is None and not args.skipped:
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> None:
     config = load_config(PretrainConfig, args.config, args.set)
     if (Path(args.config).parent / DECISIONS).exists():  # a run directory, possibly moved
         config = dataclasses.replace(config, run_dir=str(Path(args.config).parent))
-    opened = open_run(config)
+    opened = OpenRun(config)
     max_step = args.max_step or opened.num_steps
     farthest = max(max_step, args.step or 0)
     check_reach(opened.schedule.program, "the question", farthest, "ask about earlier steps")
@@ -313,14 +313,14 @@ def _fim_data(data: PackedDataset) -> PackedDataset:
 
 
 def _answer_skipped(args: argparse.Namespace, config: PretrainConfig, opened: OpenRun) -> None:
-    from megapack.data.run import open_run  # noqa: PLC0415
+    from megapack.data.run import OpenRun  # noqa: PLC0415
 
     decisions = opened.decisions
     decided = decisions.decisions if decisions is not None else ()
     facts, runs_before = [], []
     for number, decision in enumerate(decided):
         assert decisions is not None
-        run_before = open_run(config, dataclasses.replace(decisions, decisions=decided[:number]))
+        run_before = OpenRun(config, dataclasses.replace(decisions, decisions=decided[:number]))
         end = decision.begin + decision.stage.skip_steps
         steps = [step_facts(args, run_before, step) for step in range(decision.begin, end)]
         facts.append({**decision.tree, "skipped": steps})

@@ -23,7 +23,7 @@ from megapack.errors import ConfigError
 from megapack.packing.sharded import load_shards, related
 from megapack.storage import IndexedDataset
 from megapack.storage.address import is_below, is_remote
-from megapack.storage.index_file import BESIDE
+from megapack.storage.index_file import COMPANIONS
 from megapack.storage.remote.client import put_object, remove_object
 from megapack.storage.remote.copies import upload_dataset
 
@@ -60,7 +60,7 @@ def _copies(
 ) -> Iterator[Copy]:
     for prefix in prefixes:
         target = f"{folder}/{Path(prefix).name}"
-        companions = (end for end in BESIDE if IndexedDataset.exists(prefix + end))
+        companions = (end for end in COMPANIONS if IndexedDataset.exists(prefix + end))
         for end in ("", *companions):
             yield upload_dataset, f"{prefix}{end}", f"{target}{end}"
         if Path(f"{prefix}.samples").exists():

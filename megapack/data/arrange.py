@@ -57,7 +57,7 @@ from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from megapack.storage.files import check_target
 from megapack.storage.index_file import LABELS, WEIGHTS
 from megapack.storage.locks import is_own_folder, make_own_folder
-from megapack.storage.metadata import read_meta
+from megapack.storage.metadata import BOUNDARY_TOKENS, read_meta
 from megapack.storage.remote.reader import RemoteRows
 
 # ---- Samples as documents: one per segment, with the next token of the original document
@@ -222,8 +222,9 @@ class Arranger:
         index.check_source(dataset)
         shard = describe_shard(dataset, samples, index)
         report(Counted(documents=shard.num_documents, tokens=shard.num_tokens))
-        ends = {shard.document_end_token for shard in self.source.shards}
-        return replace(shard, document_end_token=ends.pop() if len(ends) == 1 else None)
+        tokens = {fact: {getattr(s, fact) for s in self.source.shards} for fact in BOUNDARY_TOKENS}
+        common: Any = {fact: of.pop() if len(of) == 1 else None for fact, of in tokens.items()}
+        return replace(shard, **common)
 
     def _write(
         self, number: int, prefix: Path, samples: Path, recipe: dict[str, Any]

@@ -6,6 +6,7 @@
 - ``cut_slice``: one rank's part of a micro batch that several ranks share.
 - ``segment_ids``, ``block_diagonal_mask``, ``flex_block_mask``: for models that take masks.
 - ``Buffers``, ``allocate``, ``ReusedBuffers``: reused memory.
+- ``column_names``, ``per_token``: the columns of a batch, and all its tensors per token.
 
     BatchLayout(micro_batch_tokens=64, kind="rows", row_tokens=32).rows(capacity=16)  # -> (2, 32)
     slot_tokens(capacity=10, row_tokens=32)                        # -> 10 10 12
@@ -15,6 +16,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -28,20 +30,19 @@ from megapack.config import check_positive, whole_numbers
 from megapack.data.steps import StepView
 from megapack.errors import ConfigError
 from megapack.packing.sharded import SourceIndex
+from megapack.storage.columns import RESERVED, ColumnSpec
 
 # tokens, labels, loss_mask, position_ids, cu_seqlens, ... and plain ints
 Batch: TypeAlias = dict[str, Any]
 
-# Order in shared memory: wide types first, so that all are aligned.
-_DTYPES = {
+PER_TOKEN = {
     "tokens": torch.int64,
     "labels": torch.int64,
     "position_ids": torch.int64,
     "loss_mask": torch.float32,
 }
-
-
-_NUMPY = {name: torch.empty(0, dtype=dtype).numpy().dtype for name, dtype in _DTYPES.items()}
+"""Tensors of every batch with a number per token, and their dtypes."""
+MTP_TARGETS = ("mtp_labels", "mtp_loss_mask")  # with ``num_mtp_targets`` (multi_token.py)
 
 
 class Imbalance(NamedTuple):
@@ -289,6 +290,17 @@ def cut_lengths(lengths: NDArray[np.int64], window: int | None) -> NDArray[np.in
     return np.concatenate([whole, remainders[remainders > 0]])
 
 
+def column_names(batch: Mapping[str, Any]) -> list[str]:
+    """Return the keys of a batch that are columns: a column cannot have a name of megapack's."""
+    return [name for name in batch if name not in RESERVED]
+
+
+def per_token(batch: Mapping[str, Any]) -> list[str]:
+    """Return the keys whose tensors have a value per token: (rows, R) and perhaps more."""
+    targets = [name for name in MTP_TARGETS if name in batch]
+    return [*PER_TOKEN, *targets, *column_names(batch)]
+
+
 def cut_slice(batch: Batch, rank: int, size: int) -> Batch:
     """Return one rank's part of a shared micro batch.
 
@@ -297,14 +309,15 @@ def cut_slice(batch: Batch, rank: int, size: int) -> Batch:
         rank, size: rank in the group, and size of the group.
 
     Returns:
-        ``tokens``, ``labels``, ``loss_mask`` and ``position_ids`` as (1, tokens / size); cu_seqlens
-        and max_seqlen of the whole; and ``sequence_parallel_rank``, ``sequence_parallel_size``.
+        ``tokens``, ``labels``, ``loss_mask`` and ``position_ids`` as (1, tokens / size), columns as
+        (1, tokens / size, ...); cu_seqlens and max_seqlen of the whole; and
+        ``sequence_parallel_rank``, ``sequence_parallel_size``.
     """
     length = batch["tokens"].shape[1] // size
     begin = rank * length
     return {
         **batch,
-        **{name: batch[name][:, begin : begin + length] for name in _DTYPES},
+        **{name: batch[name][:, begin : begin + length] for name in per_token(batch)},
         "sequence_parallel_rank": rank,
         "sequence_parallel_size": size,
     }
@@ -370,30 +383,86 @@ def flex_block_mask(segments: torch.Tensor, *, causal: bool = True, **options: A
     )
 
 
+# ---- Memory --------------------------------------------------------------------------------------
+
+Columns: TypeAlias = Mapping[str, ColumnSpec]
+
+
+class _Field(NamedTuple):
+    """A tensor of a batch. C++ reads columns as bytes."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]  # of a token's row
+    is_column: bool
+
+    @property
+    def token_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def _fields(columns: Columns) -> dict[str, _Field]:
+    """Return the tensors of a batch: wide types first, so that all are aligned in one block."""
+    fields = {name: _Field(dtype, (), False) for name, dtype in PER_TOKEN.items()}
+    for name, spec in columns.items():
+        fields[name] = _Field(getattr(torch, spec.dtype), spec.shape, True)
+    return dict(sorted(fields.items(), key=lambda item: -item[1].dtype.itemsize))
+
+
+_NUMPY = {name: torch.empty(0, dtype=dtype).numpy().dtype for name, dtype in PER_TOKEN.items()}
+
+
 class Buffers(dict[str, torch.Tensor]):
-    """Memory of one micro batch: flat tensors by name, reused for several batches."""
+    """Memory of one micro batch: tensors by name, reused for several batches.
+
+    Args:
+        memory: uint8 tensors, 1-D.
+        columns: the columns among them.
+        shape: leading dimensions of the tensors.
+    """
 
     def __init__(
-        self, tensors: Mapping[str, torch.Tensor], arrays: dict[str, NDArray[Any]] | None = None
+        self, memory: Mapping[str, torch.Tensor], columns: Columns, shape: tuple[int, ...]
     ) -> None:
-        super().__init__(tensors)
-        self.arrays = arrays or {name: tensor.numpy() for name, tensor in tensors.items()}
+        fields = _fields(columns)
+        super().__init__(
+            {
+                n: bytes_.view(fields[n].dtype).view(*shape, *fields[n].shape)
+                for n, bytes_ in memory.items()
+            }
+        )
+        self.columns = columns
+        # Arrays for C++, flat.
+        self.arrays = {name: memory[name].numpy().view(dtype) for name, dtype in _NUMPY.items()}
+        # An argument for C++, if there are columns.
+        self.column_arrays = ([memory[name].numpy() for name in columns],) if columns else ()
+        self._leading = len(shape)
         self._shaped: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}
 
     def shaped(self, shape: tuple[int, int]) -> dict[str, torch.Tensor]:
         """Return views of the given shape."""
         if shape not in self._shaped:
+            leading = self._leading
             self._shaped[shape] = {
-                name: tensor if tensor.shape == shape else tensor.view(shape)
+                name: tensor
+                if tensor.shape[:leading] == shape
+                else tensor.view(*shape, *tensor.shape[leading:])
                 for name, tensor in self.items()
             }
         return self._shaped[shape]
 
 
-def allocate(num_tokens: int, *, pin_memory: bool = False) -> Buffers:
-    """Return new buffers for micro batches of ``num_tokens`` tokens."""
-    options: dict[str, Any] = {"pin_memory": pin_memory}
-    return Buffers({n: torch.empty(num_tokens, dtype=t, **options) for n, t in _DTYPES.items()})
+def allocate(
+    num_tokens: int, *, columns: Columns | None = None, pin_memory: bool = False
+) -> Buffers:
+    """Return new buffers for micro batches of ``num_tokens`` tokens, and for columns
+    (``PackedDataset.columns``)."""
+    columns = columns or {}
+    options: dict[str, Any] = {"dtype": torch.uint8, "pin_memory": pin_memory}
+    memory = {
+        name: torch.empty(num_tokens * field.token_bytes, **options)
+        for name, field in _fields(columns).items()
+    }
+    return Buffers(memory, columns, (num_tokens,))
 
 
 class ReusedBuffers:
@@ -405,19 +474,19 @@ class ReusedBuffers:
 
     MAX_BLOCKS = 8
 
-    def __init__(self) -> None:
+    def __init__(self, columns: Columns | None = None) -> None:
         self._pool = _core.MemoryPool(self.MAX_BLOCKS)
+        self._columns = columns or {}
+        self._bytes = {name: field.token_bytes for name, field in _fields(self._columns).items()}
 
     def take(self, rows: int, row_tokens: int) -> Buffers:
         """Return buffers of the given shape, not cleared."""
         num_tokens = rows * row_tokens
-        arrays, begin = {}, 0
-        block = self._pool.take(num_tokens * sum(d.itemsize for d in _NUMPY.values()))
-        for name, dtype in _NUMPY.items():
-            end = begin + num_tokens * dtype.itemsize
-            arrays[name] = block[begin:end].view(dtype)  # keeps a reference to the block
+        memory, begin = {}, 0
+        block = self._pool.take(num_tokens * sum(self._bytes.values()))
+        for name, token_bytes in self._bytes.items():
+            end = begin + num_tokens * token_bytes
+            # A tensor keeps a reference to its array, and the array to the block.
+            memory[name] = torch.from_numpy(block[begin:end])
             begin = end
-        shape = (rows, row_tokens)
-        # A tensor keeps a reference to its array.
-        tensors = {name: torch.from_numpy(flat.reshape(shape)) for name, flat in arrays.items()}
-        return Buffers(tensors, arrays)
+        return Buffers(memory, self._columns, (rows, row_tokens))

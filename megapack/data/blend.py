@@ -11,6 +11,7 @@
       - {name: chat, prefix: chat/docs, index: chat/docs.samples, weight: 0.1, labels: chat/turns}
       - {name: math, index: math.shards.json, weight: 0.1}      # many datasets as one source
       - {name: late, prefix: late/docs, index: late/docs.samples, weight: 0}  # see stages
+    columns: [experts, rewards]    # data per token; {rewards: fill}: some sources may lack it
     max_epochs: 4                  # a run that repeats a source more often is refused, unless
     run_tokens: 10_000_000_000     # its weight is lowered to last for this many tokens
     attention_window: 2048
@@ -33,19 +34,22 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from megapack.config import check_positive, check_range, load_config, whole_numbers
-from megapack.data.fim import FimConfig
+from megapack.data.documents import SourceDocuments
+from megapack.data.fim import FimConfig, open_fim
 from megapack.data.sample_order import Scores
 from megapack.data.stage_settings import Window
 from megapack.data.steps import Loss
 from megapack.errors import ConfigError
 from megapack.packing.sharded import SourceIndex, is_shard_manifest, load_index
 from megapack.storage.address import path_in
+
+B = TypeVar("B", bound="BlendConfig")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,6 +282,9 @@ class BlendConfig:
     window (``megapack.data.stage_settings.Window``). None: to segments."""
     fim: FimConfig | None = None
     """Fill-in-the-middle (``megapack.data.fim``). None: off."""
+    columns: tuple[str, ...] | dict[str, str] = ()
+    """Columns that batches carry (``megapack.storage.columns``): a list of names, which all sources
+    must have; or name -> ``require``, or ``fill``: a source without it gives the fill value."""
 
     def __post_init__(self) -> None:
         if not self.sources:
@@ -321,7 +328,20 @@ class BlendConfig:
             run_tokens=self.run_tokens,
             stages=self.stages,
             attention_window=self.attention_window,
+            columns=self.columns,
         )
+
+    def without_fim(self: B) -> B:
+        """Return the manifest for documents that must stay as they are, such as held-out ones."""
+        sources = tuple(replace(source, fim_rate=None) for source in self.sources)
+        return replace(self, sources=sources, fim=None)
+
+    def fim_rooms(self, datasets: Sequence[SourceDocuments]) -> list[int]:
+        """Return for every source the number of tokens by which its documents may grow."""
+        if self.fim is None:
+            return [0] * len(datasets)
+        room, mixture = open_fim(self.fim, datasets).room, self.mixture
+        return [room if rate else 0 for rate in mixture.of(mixture.names or ()).largest_fim_rates]
 
     def relative_to(self, folder: Path) -> BlendConfig:
         """Return the manifest with paths relative to its folder."""
@@ -363,6 +383,8 @@ class Mixture:
     """Fill-in-the-middle (``megapack.data.fim``); None: off."""
     fim_rates: Sequence[float | None] | None = None
     """Share of every source's documents; None, for all or for one: ``fim.rate``."""
+    columns: Sequence[str] | Mapping[str, str] = ()
+    """Columns that batches carry, see ``BlendConfig``."""
 
     def of(self, names: Sequence[str]) -> Mixture:
         """Return the mixture with one value per source; use ``names`` if it has no names.
@@ -397,6 +419,21 @@ class Mixture:
             max_epochs=list(columns["max_epochs"]),
             fim_rates=[default if rate is None else float(rate) for rate in columns["fim_rates"]],
         )
+
+    def every_sample_once(self) -> Mixture:
+        """Return the mixture of a finite schedule: unweighted, without stages or transformation."""
+        plain = replace(self, weights=None, run_tokens=None, stages=(), decided=())
+        return replace(plain, fim=None, fim_rates=None)
+
+    def check_fim_rates(self, by: str, rates: Sequence[float]) -> None:
+        """Raise ConfigError unless the rates of all sources, given by ``by``, are valid."""
+        named = zip(self.names or (), rates, strict=True)
+        check_range(by, at_least=0, at_most=1, **{f"rate of fim of {n!r}": r for n, r in named})
+        if self.fim is None and any(rates):
+            raise ConfigError(
+                f"{by} has a rate of fim, and fim is not configured: give its sentinels (fim: "
+                "{sentinels: ...} in the manifest), or leave the rate out"
+            )
 
     @property
     def window(self) -> Window | None:

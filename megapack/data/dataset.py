@@ -5,6 +5,7 @@
     packed = PackedDataset("docs", "docs.samples")
     packed[7]["tokens"].shape                       # -> (2048,), the capacity of sample 7
     packed.micro_batch([7, 9])["tokens"].shape      # -> (1, 4096), one stream
+    PackedDataset("docs", "docs.samples", columns=["experts"])[7]["experts"].shape  # -> (2048, 8)
 """
 
 from __future__ import annotations
@@ -29,10 +30,18 @@ from megapack.data.batch import (
     allocate,
     cut_bounds,
     longest_position,
+    per_token,
 )
 from megapack.data.blend import BlendConfig, Mixture
-from megapack.data.documents import Documents, Index, RemoteReads, open_sources
+from megapack.data.documents import (
+    Documents,
+    Index,
+    RemoteReads,
+    carried_columns,
+    open_sources,
+)
 from megapack.data.fim import Fim, FimDraw, check_fim, open_fim
+from megapack.data.multi_token import check_targets, mtp_targets
 from megapack.data.sources import Exclusions, LabelTotals, SampleSource, check_has_groups
 from megapack.data.steps import PLAIN, Attention, StepView
 from megapack.errors import ConfigError
@@ -79,18 +88,24 @@ class PackedDataset(Dataset[Batch]):
         label_dataset: chosen labels (chat: only the assistant's tokens), one per token, not
             shifted, negative for no label. ``auto``: ``<prefix>.labels`` if it exists; None: the
             next tokens. For a blend also a list, one entry per dataset.
+        columns: names of the columns that batches carry (``megapack.storage.columns``); or name ->
+            ``require`` (as in a list) or ``fill``: tokens of sources without the column get its
+            fill value. A field of ``mixture``.
         weight_dataset: factor on the loss of predicting each token
             (``megapack.storage.dataset.open_weights``); ``auto``: ``<prefix>.weights``, as above.
         pad_token: token of the padding.
         alignment: segments start at multiples of this (2 x context parallel size), and the batch
             has ``cu_seqlens_padded``. Pack the samples with a multiple of this ``alignment``;
             otherwise rows must be longer than the capacity.
+        num_mtp_targets: targets of multi-token prediction per position, in addition to its label
+            (``megapack.data.multi_token``).
         mixture: settings of a blend and its run.
         settings: fields that replace those of ``mixture``, such as weights, stages or fim; names
             default to the prefixes.
 
     Attributes:
         datasets: documents of every source, with labels and loss weights of their tokens.
+        columns: types of the columns that batches carry.
         samples: facts about all samples.
         remote_reads: prefetches documents from object stores.
 
@@ -111,6 +126,7 @@ class PackedDataset(Dataset[Batch]):
         weight_dataset: LabelDocuments | Sequence[LabelDocuments] = "auto",
         pad_token: int = 0,
         alignment: int = 1,
+        num_mtp_targets: int = 0,
         mixture: Mixture | None = None,
         **settings: Any,
     ) -> None:
@@ -121,6 +137,7 @@ class PackedDataset(Dataset[Batch]):
             )
         checked_integer("pad_token", pad_token, -(1 << 63), (1 << 63) - 1)
         checked_integer("alignment", alignment, 1, (1 << 31) - 1)
+        checked_integer("num_mtp_targets", num_mtp_targets, 0, 64)
         in_groups = attention == "group" and label_boundary == "document"
         self._options: dict[str, Any] = {
             "positions": positions,
@@ -128,7 +145,9 @@ class PackedDataset(Dataset[Batch]):
             "label_boundary": "group" if in_groups else label_boundary,
             "alignment": alignment,
             "pad_token": pad_token,
+            "num_mtp_targets": num_mtp_targets,
         }
+        check_targets(num_mtp_targets, self._options)
         self.datasets, indices = open_sources(
             dataset, index, label_dataset, weight_dataset, positions=positions
         )
@@ -149,6 +168,7 @@ class PackedDataset(Dataset[Batch]):
             fim = open_fim(mixture.fim, self.datasets)
             sources = (mixture.names or (), mixture.largest_fim_rates, self.datasets, indices)
             check_fim(fim, zip(*sources, strict=True))
+        self.columns = carried_columns(mixture.columns, self.datasets)
         self.samples = SampleSource(
             indices,
             mixture,
@@ -157,9 +177,11 @@ class PackedDataset(Dataset[Batch]):
             counter=self._count_labels,
             token_weights=[source.weights_identity for source in self.datasets],
             fim=fim,
+            columns=self.columns,
         )
         mixture.check_alignment(self._options["alignment"])
         shards = self.samples.shards
+        rules = {key: v for key, v in self._options.items() if key != "num_mtp_targets"}
         self._gatherer = _core.Gatherer(
             first_ids=shards.first_ids,
             shards=shards.shards,
@@ -167,7 +189,8 @@ class PackedDataset(Dataset[Batch]):
             sources=shards.sources,
             loss=self.samples.mixture.loss,
             fim=None if fim is None else fim.core(),
-            **self._options,
+            columns=[(spec.of == "target", spec.fill_row) for spec in self.columns.values()],
+            **rules,
         )
         self._max_cu_seqlens: dict[tuple[BatchLayout, int], int] = {}
         self._opening = threading.Lock()
@@ -204,8 +227,8 @@ class PackedDataset(Dataset[Batch]):
         """Return one sample: ``micro_batch`` without the dimension of rows.
 
         Returns:
-            tokens, labels, position_ids int64 (capacity,); loss_mask float32 (capacity,);
-            cu_seqlens int32 (segments + 1,); max_seqlen int.
+            tokens, labels, position_ids int64 (capacity,); loss_mask float32 (capacity,); columns
+            (capacity, *shape); cu_seqlens int32 (segments + 1,); max_seqlen int.
         """
         return self._sample(i)
 
@@ -214,7 +237,7 @@ class PackedDataset(Dataset[Batch]):
         if sample < 0:
             sample += len(self)
         batch = self.micro_batch([sample], view=view)
-        for name in ("tokens", "labels", "loss_mask", "position_ids"):
+        for name in per_token(batch):
             batch[name] = batch[name][0]
         return batch
 
@@ -240,8 +263,8 @@ class PackedDataset(Dataset[Batch]):
             sample_ids: ids of samples of one capacity, in the order of the batch.
             layout: shape of the batch; None: one stream of exactly these samples.
             capacity: of the samples, tokens; None: look it up.
-            out: buffers of ``allocate(num_tokens)`` to write into; the tensors of the batch are
-                views of them. None: new ones.
+            out: buffers of ``allocate(num_tokens, columns=self.columns)`` to write into; the
+                tensors of the batch are views of them. None: new ones.
             pin_memory: new tensors in page-locked memory.
             view: requirements of the step (``MicroBatch.view``): its window cuts the segments of
                 cu_seqlens, also padding, at multiples of the window's length.
@@ -251,14 +274,20 @@ class PackedDataset(Dataset[Batch]):
             The mask is 0 without a label, else the view's ``loss_weight`` of the sample times the
             weight of the token, divided by the sum of these weights in the sequence unless
             ``loss`` is token_mean;
+            columns under their names, in the layout's shape and that of a row. A column of
+            ``target`` has the row of the token whose id is the label, or would be without chosen
+            labels; padding and tokens inserted by fill-in-the-middle have the fill value;
             ``cu_seqlens`` int32, in which the padding of a sample is its last segment (with
             alignment also ``cu_seqlens_padded``); ``dataset_ids`` int32, dataset of every segment,
-            -1 for padding; ``max_seqlen`` int, longest segment with its padding.
+            -1 for padding; ``max_seqlen`` int, longest segment with its padding. With
+            num_mtp_targets also ``mtp_labels`` int64 and ``mtp_loss_mask`` float32, (rows, tokens,
+            num_mtp_targets).
 
         Raises:
             IndexError: a sample does not exist.
             FormatError: the index points outside the documents.
             ValueError: the samples do not fit the layout, or a factor is not finite.
+            ConfigError: ``out`` was allocated for other columns.
             TypeError: sample_ids are not integers.
             FormatError, ConfigError, OSError: remote tokens cannot be fetched
                 (``RemoteObject.read``).
@@ -274,7 +303,12 @@ class PackedDataset(Dataset[Batch]):
         if layout is None:
             layout = BatchLayout(micro_batch_tokens=capacity * len(ids))
         rows, row_tokens = layout.rows(capacity)
-        buffers = out or allocate(layout.micro_batch_tokens, pin_memory=pin_memory)
+        buffers = out or self.allocate(layout.micro_batch_tokens, pin_memory=pin_memory)
+        if (self.columns or buffers.columns) and buffers.columns != self.columns:
+            raise ConfigError(
+                f"the buffers have columns {list(buffers.columns)} and the data has "
+                f"{list(self.columns)}: make them with dataset.allocate(num_tokens)"
+            )
         entries = 0  # not padded
         if layout.cu_seqlens == "padded":
             entries = layout.num_cu_seqlens or self.max_cu_seqlens(layout, capacity, view.window)
@@ -292,6 +326,7 @@ class PackedDataset(Dataset[Batch]):
                 arrays["labels"],
                 arrays["loss_mask"],
                 arrays["position_ids"],
+                *buffers.column_arrays,
             )
 
         bounds = self.remote_reads.read(ids, gather)
@@ -306,7 +341,13 @@ class PackedDataset(Dataset[Batch]):
             batch["cu_seqlens_padded"] = layout.listed(cu_seqlens_padded, rows)
         batch["dataset_ids"] = torch.from_numpy(dataset_ids)
         batch["max_seqlen"] = max_seqlen
+        if num_targets := self._options["num_mtp_targets"]:
+            batch |= mtp_targets(batch, num_targets, attention=self._options["attention"])
         return batch
+
+    def allocate(self, num_tokens: int, *, pin_memory: bool = False) -> Buffers:
+        """Return new buffers for micro batches of ``num_tokens`` tokens, with columns."""
+        return allocate(num_tokens, columns=self.columns, pin_memory=pin_memory)
 
     def max_cu_seqlens(self, layout: BatchLayout, capacity: int, window: int | None = None) -> int:
         """Return an upper bound of the entries of cu_seqlens of any micro batch of a bucket."""
@@ -377,7 +418,10 @@ class PackedDataset(Dataset[Batch]):
     def _open(self, shard: int) -> IndexedDataset:
         shards = self.samples.shards
         source = int(shards.sources[shard])
-        dataset, labels, weights = self.datasets[source].open(shards.number_in_source(shard))
+        opened = self.datasets[source].open(shards.number_in_source(shard))
+        dataset, labels, weights = opened
+        existing = opened.columns if self.columns else {}
+        columns = [existing.get(name) for name in self.columns]
         index = shards.index(shard)
         if index.source:  # every process compares the .idx that it reads with the checksums
             index.check_source(dataset)
@@ -401,9 +445,11 @@ class PackedDataset(Dataset[Batch]):
             segment_joined=joined if self.samples.attention == "group" else None,
             first_document=first,
             fim_longest=-1 if self.samples.fim is None else index.fim_longest,
+            columns=[None if column is None else column.mapped_bytes for column in columns],
         )
         of_labels = [file.tokens for file in (labels, weights) if file is not None]
-        self.remote_reads.add(shard, dataset.tokens, *of_labels)
+        rows = [column.rows for column in columns if column is not None]
+        self.remote_reads.add(shard, dataset.tokens, *of_labels, *rows)
         self._remote_labels.add(shard, *of_labels)
         return dataset
 

@@ -1,12 +1,13 @@
 """Documents of sources, on disk or in an object store, opened on first use.
 
 - ``SourceDocuments``: one source, a list of shards with the labels and weights of their tokens.
+- ``Opened``: one shard. ``carried_columns``: the columns that batches carry.
 - ``open_sources``: opens documents and samples of every source for ``PackedDataset``.
 - ``end_tokens``: the tokens that end documents.
 - ``RemoteReads``: prefetches the parts of object stores that a gather reads, and checks them.
 
     source = open_source("docs", SampleIndex.load("docs.samples"))
-    dataset, labels, weights = source.open(0)        # the only shard
+    source.open(0).documents                         # the only shard
 """
 
 from __future__ import annotations
@@ -15,20 +16,22 @@ import abc
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from megapack import _core
+from megapack.config import check_known
 from megapack.errors import ConfigError, IndexMismatchError, MegapackWarning
 from megapack.packing.shard_packing import packed_columns
 from megapack.packing.sharded import ShardedIndex, SourceIndex, load_index
 from megapack.storage import IndexedDataset
 from megapack.storage.address import is_remote
+from megapack.storage.columns import Column, ColumnSpec
 from megapack.storage.dataset import (
     LabelDocuments,
     label_list,
@@ -43,11 +46,23 @@ from megapack.storage.remote.checksums import BLOCK_BYTES
 from megapack.storage.remote.reader import RemoteRows, blocks_of, read_consistently
 
 Ids = NDArray[np.int64]
-Opened: TypeAlias = "tuple[IndexedDataset, IndexedDataset | None, IndexedDataset | None]"
 
 logger = logging.getLogger("megapack")
 
 _BLOCKS, _BLOCK_TOKENS = 64, 1 << 16
+
+
+class Opened(NamedTuple):
+    """Files of one shard, mapped."""
+
+    documents: IndexedDataset
+    labels: IndexedDataset | None
+    weights: IndexedDataset | None
+
+    @property
+    def columns(self) -> dict[str, Column]:
+        """Columns of the documents, by name."""
+        return self.documents.columns
 
 
 class SourceDocuments(abc.ABC):
@@ -80,12 +95,17 @@ class SourceDocuments(abc.ABC):
 
     @property
     @abc.abstractmethod
+    def columns(self) -> list[tuple[str, Mapping[str, ColumnSpec]]]:
+        """Prefix and columns of every shard."""
+
+    @property
+    @abc.abstractmethod
     def fingerprint(self) -> str:
         """Identity of the layout of all documents."""
 
     @abc.abstractmethod
     def open(self, number: int) -> Opened:
-        """Return documents, labels and loss weights of one shard, mapped.
+        """Return the files of one shard, mapped.
 
         Raises:
             IndexMismatchError: they are not the documents that were packed.
@@ -93,7 +113,7 @@ class SourceDocuments(abc.ABC):
         """
 
     def document_tokens(self, fact: str) -> set[Any]:
-        """Return the tokens that the meta files name as ``fact``, one of ``PROMISES``.
+        """Return the tokens that the meta files name as ``fact``, one of ``BOUNDARY_TOKENS``.
 
         None stands for a meta file without this fact, "unknown" for a missing meta file.
         """
@@ -130,12 +150,17 @@ class DatasetDocuments(SourceDocuments):
         self.prefixes = [file.prefix for file in (dataset, labels, weights) if file is not None]
 
     @property
+    def columns(self) -> list[tuple[str, Mapping[str, ColumnSpec]]]:
+        specs = {name: column.spec for name, column in self.dataset.columns.items()}
+        return [(self.prefix, specs)]
+
+    @property
     def fingerprint(self) -> str:
         return self.dataset.fingerprint
 
     def open(self, number: int) -> Opened:
         assert number == 0, "a dataset is one shard"
-        return self.dataset, self.labels, self.weights
+        return Opened(self.dataset, self.labels, self.weights)
 
     def largest_token_id(self, at_least: int) -> tuple[str, int]:
         files = [file for file in (self.dataset, self.labels) if file is not None]
@@ -195,6 +220,13 @@ class ShardedDocuments(SourceDocuments):
             self.weights_identity = xxhash.xxh3_64_hexdigest(repr(weights).encode())
 
     @property
+    def columns(self) -> list[tuple[str, Mapping[str, ColumnSpec]]]:
+        return [
+            (shard.prefix, {name: column.spec for name, column in shard.columns.items()})
+            for shard in self.index.shards
+        ]
+
+    @property
     def fingerprint(self) -> str:
         text = ";".join(shard.fingerprint for shard in self.index.shards)
         return f"{xxhash.xxh3_128_hexdigest(text.encode())} of {len(self.index.shards)} shards"
@@ -220,9 +252,7 @@ class ShardedDocuments(SourceDocuments):
         return tokens, labels, weights
 
     def document_tokens(self, fact: str) -> set[Any]:
-        # A shard manifest records only the tokens that end documents.
-        ends = {shard.document_end_token for shard in self.index.shards}
-        return ends if fact == "document_end_token" else set()
+        return {shard.document_token(fact) for shard in self.index.shards}
 
     def largest_token_id(self, at_least: int) -> tuple[str, int]:
         if np.iinfo(self.dtype).max < at_least and not self.has_labels:  # labels are int32
@@ -262,7 +292,7 @@ class ShardedDocuments(SourceDocuments):
                 f"{weights} has changed since {self.prefix} was written; restore it, or pack the "
                 "shards again"
             )
-        return dataset, open_labels(dataset, labels), opened
+        return Opened(dataset, open_labels(dataset, labels), opened)
 
 
 def open_sources(
@@ -296,6 +326,51 @@ def open_sources(
     sources = [open_source(*source) for source in zip(*columns, strict=True)]
     _warn_of_document_tokens(sources)
     return sources, loaded
+
+
+Carried: TypeAlias = "Sequence[str] | Mapping[str, str]"
+_IF_MISSING = ("require", "fill")
+
+
+def carried_columns(
+    columns: Carried | None, sources: Sequence[SourceDocuments]
+) -> dict[str, ColumnSpec]:
+    """Return the types of the columns that batches carry, in alphabetical order.
+
+    Args:
+        columns: names; or name -> what to do with a source without the column: ``require`` refuses
+            it, ``fill`` gives its tokens the fill value. A name in a list is required.
+        sources: of the run.
+
+    Raises:
+        ConfigError: a required column is missing, no source has it, or sources disagree on its
+            type.
+    """
+    if not columns:
+        return {}
+    rules = columns if isinstance(columns, Mapping) else dict.fromkeys(columns, "require")
+    shards = [shard for source in sources for shard in source.columns]
+    known = {name for _, specs in shards for name in specs}
+    check_known(", ".join(source.prefix for source in sources), "column", rules, known)
+    carried: dict[str, ColumnSpec] = {}
+    for name, rule in sorted(rules.items()):
+        if rule not in _IF_MISSING:
+            raise ConfigError(f"columns: {name} is {rule!r}; it is 'require' or 'fill'")
+        lacking = [prefix for prefix, specs in shards if name not in specs]
+        if lacking and rule == "require":
+            raise ConfigError(
+                f"{', '.join(lacking[:8])} has no column {name}: add it (`megapack-build column "
+                f"add`), leave it out of columns, or set columns: {{{name}: fill}}"
+            )
+        having = [(prefix, specs[name]) for prefix, specs in shards if name in specs]
+        first, carried[name] = having[0]
+        for prefix, spec in having:
+            if spec != carried[name]:
+                raise ConfigError(
+                    f"column {name} is {carried[name]} in {first} and {spec} in {prefix}; write "
+                    "both alike"
+                )
+    return carried
 
 
 def end_tokens(datasets: Iterable[SourceDocuments]) -> dict[int | None, str]:

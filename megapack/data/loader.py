@@ -31,7 +31,7 @@ import xxhash
 
 from megapack import _core
 from megapack.config import check_range
-from megapack.data.batch import Batch, BatchLayout, MicroBatch, allocate, cut_slice
+from megapack.data.batch import Batch, BatchLayout, MicroBatch, cut_slice
 from megapack.data.dataset import PackedDataset
 from megapack.data.documents import RemoteReads
 from megapack.data.report import plan_run
@@ -163,34 +163,41 @@ _USAGE_OF = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)  # per thre
 # Advice about pages that are in memory costs about a microsecond per document. After this many
 # micro batches without a disk read, prefetch_local gives no advice until the next disk read.
 _QUIET = 256
+_LOCAL_BYTES = 1 << 28
 
 
 def prefetch_local(
     micro_batches: Iterable[MicroBatch], dataset: PackedDataset, depth: int
 ) -> Iterator[MicroBatch]:
-    """Yield micro batches; before each, ask the system to read the documents of the next ``depth``.
+    """Yield micro batches; before each, ask the system to read the documents of the next ``depth``,
+    or of fewer if they have more than 256 MiB (wide columns).
 
     The caller gathers each micro batch in the iterating thread before it takes the next one: the
     disk reads of the gather decide whether later documents need to be requested.
     """
     # By default Linux reads 128 KiB or more around every missing page.
     dataset.disable_readahead()
-    requested: deque[MicroBatch] = deque()
+    requested: deque[tuple[MicroBatch, int]] = deque()  # micro batch, bytes it needs
     upcoming = iter(micro_batches)
-    num_quiet = lookahead = 0
+    num_quiet = lookahead = bytes_ahead = 0
     while True:
         reads_before = _num_reads()
-        for item in islice(upcoming, lookahead + 1 - len(requested)):
-            requested.append(item)
-            if num_quiet < _QUIET:
-                dataset.prefetch(item.sample_ids)
+        while len(requested) <= lookahead and bytes_ahead <= _LOCAL_BYTES:
+            item = next(upcoming, None)
+            if item is None:
+                break
+            num_bytes = dataset.prefetch(item.sample_ids) if num_quiet < _QUIET else 0
+            requested.append((item, num_bytes))
+            bytes_ahead += num_bytes
         if not requested:
             return
-        yield requested.popleft()
+        item, num_bytes = requested.popleft()
+        bytes_ahead -= num_bytes
+        yield item
         has_read = _num_reads() > reads_before
         if has_read and num_quiet >= _QUIET:
-            for item in requested:
-                dataset.prefetch(item.sample_ids)
+            for waiting, _ in requested:
+                dataset.prefetch(waiting.sample_ids)
         num_quiet = 0 if has_read else num_quiet + 1
         lookahead = min(depth, 2 * lookahead + 1)  # start small: the first batch is needed soon
 
@@ -260,7 +267,7 @@ def build_loader(
         A loader; iterating over it yields dicts of
 
         - tokens, labels, position_ids (int64), loss_mask (float32): (1, micro_batch_tokens) or
-          (rows, row_tokens);
+          (rows, row_tokens), and the columns of the data, (..., *shape of a row);
         - cu_seqlens, dataset_ids int32, max_seqlen int, and with alignment cu_seqlens_padded (see
           ``PackedDataset.micro_batch``). If ranks share a micro batch, these describe the whole,
           and the tensors above are the rank's slice (``cut_slice``), numbered by
@@ -390,7 +397,7 @@ class PackedLoader:
     def _gathered(self) -> Iterator[Batch]:
         # The trainer reads one, the gather writes one, ``prefetch`` are ready.
         ring = [
-            allocate(self.sampler.micro_batch_tokens, pin_memory=self.pin_memory)
+            self.dataset.allocate(self.sampler.micro_batch_tokens, pin_memory=self.pin_memory)
             for _ in range(self.prefetch + 2 if self.reuse_buffers else 0)
         ]
         indices = read_indices(self.dataset)
@@ -399,9 +406,12 @@ class PackedLoader:
             upcoming = prefetch_remote(upcoming, self.dataset.remote_reads)
         for i, item in enumerate(prefetch_local(upcoming, self.dataset, self.read_ahead)):
             layout, shared = self.layouts[item.capacity], item.sequence_parallel_size
-            size = layout.micro_batch_tokens
-            out = ring[i % len(ring)] if ring else allocate(size, pin_memory=self.pin_memory)
-            batch = self.dataset.micro_batch(**item.gathered_by, layout=layout, out=out)
+            batch = self.dataset.micro_batch(
+                **item.gathered_by,
+                layout=layout,
+                out=ring[i % len(ring)] if ring else None,
+                pin_memory=self.pin_memory,
+            )
             _, row_tokens = layout.rows(item.capacity)
             if shared > 1:
                 batch = cut_slice(batch, self.sampler.data_parallel_rank % shared, shared)

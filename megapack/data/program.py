@@ -28,7 +28,7 @@ from fractions import Fraction
 from itertools import pairwise, zip_longest
 from typing import TypeVar
 
-from megapack.config import check_positive, check_range
+from megapack.config import check_positive
 from megapack.data.blend import Mixture, Ramp, Stage
 from megapack.data.bucket_streams import whole_weights
 from megapack.data.stage_settings import (
@@ -434,15 +434,10 @@ def _fim_rates(
 ) -> tuple[float, ...] | None:
     names = mixture.names or ()
     result = [rate or 0.0 for rate in before or [None] * len(names)]
-    for number, rate in numbered(changes or {}, names, f"{by} gives a rate of fim to").items():
+    subject = f"{by} gives a rate of fill-in-the-middle to"
+    for number, rate in numbered(changes or {}, names, subject).items():
         result[number] = float(rate)
-    rates = {f"rate of fim of {name!r}": rate for name, rate in zip(names, result, strict=True)}
-    check_range(by, at_least=0, at_most=1, **rates)
-    if mixture.fim is None and any(result):
-        raise ConfigError(
-            f"{by} has a rate of fim, and fim is not configured: give its sentinels (fim: "
-            "{sentinels: ...} in the manifest), or leave the rate out"
-        )
+    mixture.check_fim_rates(by, result)
     return tuple(result) if any(result) else None
 
 

@@ -221,11 +221,11 @@ class StagePlan:
     tokens_per_step: int
     buckets: tuple[BucketShare, ...]
     ramping: bool = False
-    fim: str = ""
+    fim_rates: str = ""
     """Rates of fill-in-the-middle per source; "" without any."""
 
     def __str__(self) -> str:
-        rows = [*([self.fim] if self.fim else [])]
+        rows = [self.fim_rates] if self.fim_rates else []
         rows += [
             f"{self.end - self.begin:,} steps of {self.tokens_per_step:,} tokens "
             f"(one epoch: {self.steps_per_epoch:,} steps)",
@@ -334,7 +334,7 @@ def _plan_stage(stage: StageDraws, end: int) -> StagePlan:
         steps_per_epoch=stage.steps_per_epoch,
         tokens_per_step=stage.config.tokens_per_step,
         ramping=stage.settings.ramping,
-        fim=describe_fim(stage),
+        fim_rates=describe_fim(stage),
         buckets=tuple(BucketShare(s.capacity, s.num_samples, *row) for s, *row in rows),
     )
 

@@ -18,8 +18,9 @@ steps already taken, but only report changes to later steps.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -49,7 +50,7 @@ _WHOLE_RUN = (
 # Settings of a stage and of the whole run that change what is learned from the same samples. A
 # state contains them only if they are set.
 _TRAINING = ("loss_weights", "fim", "fim_rates", "attention_window", "attention")
-_LOSS = ("loss", "token_weights")
+_LOSS = ("loss", "token_weights", "columns")
 # Fields that may be missing from an identity.
 OPTIONAL = (*_TRAINING, *_LOSS, "stages")
 _RESHUFFLED = "from here on the samples of the epoch come in another order: some again, some not"
@@ -66,6 +67,7 @@ _CONSEQUENCE = dict.fromkeys((*_WHOLE_RUN, *_DRAWS, *_SKIPS), _RESHUFFLED) | {
     "loss_weights": _REWEIGHTED,
     "loss": _REWEIGHTED,
     "token_weights": _REWEIGHTED,
+    "columns": "the same samples are drawn, with other columns",
     "fim": "the same samples are drawn, and fill-in-the-middle transforms documents differently",
     "fim_rates": "the same samples are drawn, with fill-in-the-middle at other rates",
     "attention_window": "the same samples are drawn, with another attention window",
@@ -103,6 +105,11 @@ def identity(program: Program, samples: SampleSource) -> dict[str, Any]:
         whole["loss"] = samples.mixture.loss
     if any(samples.token_weights):
         whole["token_weights"] = samples.token_weights
+    if samples.columns:
+        whole["columns"] = {
+            name: {**asdict(spec), "shape": list(spec.shape)}
+            for name, spec in samples.columns.items()
+        }
     return {**whole, "stages": later} if later else whole
 
 
@@ -288,7 +295,7 @@ _ORIGIN = ("transformers_version", "_name_or_path", "architectures", "dtype", "t
 
 
 def content_digests(data: PackedDataset) -> dict[str, list[Any]]:
-    """Return digests of the bytes that every source reads: tokens, labels, loss weights.
+    """Return digests of the bytes that every source reads: tokens, labels, loss weights, columns.
 
     The keys are the source's number and the fingerprint of its samples: ``check_state`` compares
     the samples of runs, and a source with the same samples must have the same bytes. For a source
@@ -301,8 +308,8 @@ def content_digests(data: PackedDataset) -> dict[str, list[Any]]:
         shards = {round(i * last / max(1, count - 1)) for i in range(count)}
         digests[f"{number} {fingerprint}"] = [
             None if file is None else file.content_digest
-            for shard in sorted(shards)
-            for file in source.open(shard)
+            for opened in map(source.open, sorted(shards))
+            for file in (*opened, *(opened.columns.get(name) for name in data.columns))
         ]
     return digests
 
@@ -392,6 +399,16 @@ def check_record(
             "continue with the new ones"
         )
     return changes
+
+
+def rate_change(step: int, now: float, before: float) -> list[str]:
+    """Return a sentence if the learning rate of a step is not that of the checkpoint's run."""
+    if math.isclose(before, now, rel_tol=1e-9):
+        return []
+    return [
+        f"the learning rate of step {step} is {now:.6g}, and the checkpoint's run would have had "
+        f"{before:.6g}: the number of steps or the learning rate's settings changed"
+    ]
 
 
 def _content_difference(then: State, now: State) -> tuple[State, State]:

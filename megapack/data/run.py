@@ -1,9 +1,9 @@
-"""Data of a run: the section of its configuration, and ``open_run``, which opens the data.
+"""Data of a run: the section of its configuration, and ``OpenRun``, which opens the data.
 
-    open_run(config).sampler(rank=3, num_ranks=64).micro_batches(1200)
+    OpenRun(config).sampler(rank=3, num_ranks=64).micro_batches(1200)
 
 returns the micro batches of rank 3 of 64 in step 1,200. Training, its dry run, its exports and
-``megapack-build trace`` all open a run by this function, so they cannot disagree. The configuration
+``megapack-build trace`` all open a run by this class, so they cannot disagree. The configuration
 and the run's own decisions (``Decision``) decide what a rank sees. Decisions are stages like those
 of a manifest, stored in ``decisions.json`` in the run's directory:
 
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from megapack.config import check_positive, check_range, to_dict
-from megapack.data.blend import BlendConfig, Stage, load_blend
+from megapack.data.blend import Stage, load_blend
 from megapack.data.fim import FimConfig
 from megapack.data.report import check_epochs
 from megapack.data.schedule import Schedule
@@ -71,11 +71,14 @@ class DataConfig(StepConfig):
     gradients and differ in the unit of the weights (``megapack.data.sampler``)."""
     fim: FimConfig | None = None
     """Fill-in-the-middle of prefix and index; the manifest of a blend has its own."""
+    columns: tuple[str, ...] | dict[str, str] = ()
+    """Columns of prefix and index that batches carry; the manifest of a blend has its own."""
     pad_last: bool = False
     """If the micro batches of a step are not a multiple of the ranks: give the remaining ranks an
     empty micro batch. false: refuse such sizes. Unlike torch's ``drop_last``, it drops nothing."""
     verify: bool = True
-    """Read the .samples files once per node at start and compare their checksums."""
+    """Read the .samples files, and up to 1 GiB of .bin files per source, once per node at start and
+    compare their checksums."""
     check_ranks_every: int = 100
     """Steps between comparisons of the ranks' next batches; 0: never."""
 
@@ -92,8 +95,11 @@ class DataConfig(StepConfig):
                 "data: give prefix and index (a shard manifest needs no prefix), or blend, and not "
                 "both"
             )
-        if self.blend and self.fim is not None:
-            raise ConfigError("data: fim is for prefix and index; a blend has it in its manifest")
+        for name in ("fim", "columns"):
+            if self.blend and getattr(self, name):
+                raise ConfigError(
+                    f"data: {name} is for prefix and index; a blend has it in its manifest"
+                )
         if self.valid_index is not None and self.valid_prefix is None:
             raise ConfigError(
                 "data: valid_index is given and valid_prefix is not; give its documents, too"
@@ -234,15 +240,44 @@ class RunConfig(Protocol):
     def engine(self) -> HasSequenceParallelSize: ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlannedRun:
-    """Steps of a run and their assignment to ranks, known from lengths alone."""
+# Fields of DataConfig that decide or are compared with the order of samples.
+ORDER_FIELDS = (*(field.name for field in dataclasses.fields(StepConfig)), "loss", "fim")
 
-    schedule: Schedule
-    num_steps: int
-    """Steps of the whole run."""
-    dealing: dict[str, Any]
-    """Assignment to ranks: arguments of ``BucketBatchSampler`` and ``build_loader``."""
+
+class PlannedRun:
+    """Steps of a run over samples, and their assignment to ranks.
+
+    Args:
+        config: of the run; its data are not opened.
+        samples: of the run; lengths are enough.
+        decided: decisions of the run, already part of the samples' mixture.
+
+    Attributes:
+        schedule: schedule of the run.
+        num_steps: steps of the whole run.
+        dealing: assignment to ranks: arguments of ``BucketBatchSampler`` and ``build_loader``.
+
+    Raises:
+        ConfigError: sizes do not fit, or the run would repeat a source too often.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        samples: PackedDataset | Sequence[SourceIndex],
+        decided: Decisions | None = None,
+    ) -> None:
+        self.schedule = Schedule(samples, config.data.schedule(config.seed))
+        self.num_steps = config.num_steps or self.schedule.num_steps(config.num_epochs)
+        if config.num_steps is None and decided and decided.num_epochs == config.num_epochs:
+            self.num_steps = decided.num_steps
+        check_epochs(self.schedule, self.num_steps)
+        self.dealing: dict[str, Any] = {
+            "micro_batch_tokens": config.data.micro_batch_tokens,
+            "pad_last": config.data.pad_last,
+            "sequence_parallel_size": config.engine.sequence_parallel_size,
+            "weighted_loss": True,  # training multiplies losses by loss_mask
+        }
 
     @property
     def steps_per_epoch(self) -> int:
@@ -266,15 +301,51 @@ class PlannedRun:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
 class OpenRun(PlannedRun):
-    """A run and its training data."""
+    """A run and its training data, which it opens.
 
-    data: PackedDataset
-    blend: BlendConfig | None
-    """The manifest of ``data.blend``."""
-    decisions: Decisions | None
-    """Decisions of the run so far."""
+    Args:
+        config: of the run.
+        decided: decisions of the run; None: read them from its directory.
+
+    Attributes:
+        data: training data.
+        blend: the manifest of ``data.blend``, or None.
+        decisions: decisions of the run so far.
+
+    Raises:
+        ConfigError: sizes do not fit, or the run would repeat a source too often.
+        IndexMismatchError: an index of other documents.
+        FormatError, OSError: a file is damaged or missing.
+    """
+
+    def __init__(self, config: RunConfig, decided: Decisions | None = None) -> None:
+        from megapack.data.dataset import PackedDataset, open_blend  # noqa: PLC0415
+
+        section = config.data
+        name = section.blend or section.index
+        assert name is not None  # DataConfig checked it
+        if not (is_remote(name) or Path(name).exists()):
+            raise FileNotFoundError(
+                f"there is no {name} (data.{'blend' if section.blend else 'index'}); relative "
+                f"paths begin at the current directory, {Path.cwd()}: change the directory, or "
+                "give the full path with --set"
+            )
+        self.decisions = decided or read_decisions(config.run_dir)
+        options: dict[str, Any] = {
+            "decided": () if self.decisions is None else self.decisions.stages,
+            "positions": section.positions,
+            "attention": section.attention,
+            "label_boundary": section.label_boundary,
+            "loss": section.loss,
+        }
+        self.blend = None if section.blend is None else load_blend(section.blend)
+        if self.blend is None:
+            options |= {"fim": section.fim, "columns": section.columns}
+            self.data = PackedDataset(section.prefix, name, **options)
+        else:
+            self.data = open_blend(self.blend, **options)
+        super().__init__(config, self.data, self.decisions)
 
     def file_stamps(self) -> dict[str, tuple[int, ...] | None]:
         """Return (inode, size, mtime) of every local file of the run; None for a missing file."""
@@ -290,75 +361,3 @@ class OpenRun(PlannedRun):
             else:
                 stamps[path] = stat.st_ino, stat.st_size, stat.st_mtime_ns
         return stamps
-
-
-def open_run(config: RunConfig, decided: Decisions | None = None) -> OpenRun:
-    """Open the training data of a run and plan its steps.
-
-    Args:
-        config: of the run.
-        decided: decisions of the run; None: read them from its directory.
-
-    Raises:
-        ConfigError: sizes do not fit, or the run would repeat a source too often.
-        IndexMismatchError: an index of other documents.
-        FormatError, OSError: a file is damaged or missing.
-    """
-    from megapack.data.dataset import PackedDataset, open_blend  # noqa: PLC0415
-
-    section = config.data
-    name = section.blend or section.index
-    assert name is not None  # DataConfig checked it
-    if not (is_remote(name) or Path(name).exists()):
-        raise FileNotFoundError(
-            f"there is no {name} (data.{'blend' if section.blend else 'index'}); relative paths "
-            f"begin at the current directory, {Path.cwd()}: change the directory, or give the full "
-            "path with --set"
-        )
-    decided = decided or read_decisions(config.run_dir)
-    options: dict[str, Any] = {
-        "decided": () if decided is None else decided.stages,
-        "positions": section.positions,
-        "attention": section.attention,
-        "label_boundary": section.label_boundary,
-        "loss": section.loss,
-    }
-    if section.blend is not None:
-        blend = load_blend(section.blend)
-        data = open_blend(blend, **options)
-    else:
-        blend, data = None, PackedDataset(section.prefix, name, fim=section.fim, **options)
-    planned = plan_steps(config, data, decided)
-    return OpenRun(**planned.__dict__, data=data, blend=blend, decisions=decided)
-
-
-def plan_steps(
-    config: RunConfig,
-    samples: PackedDataset | Sequence[SourceIndex],
-    decided: Decisions | None = None,
-) -> PlannedRun:
-    """Plan the steps of a run over samples.
-
-    Args:
-        config: of the run; its data are not opened.
-        samples: of the run.
-        decided: decisions of the run, already part of the samples' mixture.
-
-    Raises:
-        ConfigError: sizes do not fit, or the run would repeat a source too often.
-    """
-    schedule = Schedule(samples, config.data.schedule(config.seed))
-    num_steps = config.num_steps or schedule.num_steps(config.num_epochs)
-    if config.num_steps is None and decided and decided.num_epochs == config.num_epochs:
-        num_steps = decided.num_steps
-    check_epochs(schedule, num_steps)
-    return PlannedRun(
-        schedule=schedule,
-        num_steps=num_steps,
-        dealing={
-            "micro_batch_tokens": config.data.micro_batch_tokens,
-            "pad_last": config.data.pad_last,
-            "sequence_parallel_size": config.engine.sequence_parallel_size,
-            "weighted_loss": True,  # training multiplies losses by loss_mask
-        },
-    )

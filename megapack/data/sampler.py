@@ -278,7 +278,9 @@ class BucketBatchSampler(Sampler[MicroBatch]):
         content = self.schedule.step(step)
         source, _ = self.schedule.samples.locate(content.sample_ids)
         weights = weigh_step(self.schedule, content, self._samples)
-        view = replace(content.view, loss_weight=weights.of_samples)
+        view = content.view
+        if weights.of_samples is not None:
+            view = replace(view, loss_weight=weights.of_samples)
         num_micro_steps = self.num_micro_steps(step)
         per_draw = num_micro_steps // len(content.draws)
         result: list[MicroBatch] = []
@@ -286,7 +288,10 @@ class BucketBatchSampler(Sampler[MicroBatch]):
         for draw, assignment in self._assignments(content):
             shared = self.ranks_per_micro_batch(draw.capacity)
             num_samples = len(draw.sample_ids)
+            of_draw = slice(begin, begin + num_samples)
+            source_of_draw, view_of_draw = source[of_draw], view.of(of_draw)
             positions = assignment.micro_batches(self.data_parallel_rank // shared)
+            imbalance = assignment.imbalance
             # The last draw of a finite schedule has fewer samples, pad_last adds empty batches.
             positions = [of_batch[of_batch < num_samples] for of_batch in positions]
             positions += [np.zeros(0, np.int64)] * (per_draw - len(positions))
@@ -299,9 +304,9 @@ class BucketBatchSampler(Sampler[MicroBatch]):
                     micro_step=len(result) + m,
                     num_micro_steps=num_micro_steps,
                     num_step_label_tokens=weights.num_labels,
-                    imbalance=assignment.imbalance,
-                    source=source[begin + of_batch],
-                    view=view.of(begin + of_batch),
+                    imbalance=imbalance,
+                    source=source_of_draw[of_batch],
+                    view=view_of_draw.of(of_batch),
                     step_label_weight=weights.label_weight,
                     sequence_parallel_size=shared,
                 )

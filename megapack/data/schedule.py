@@ -464,8 +464,7 @@ class Schedule:
         mixture = self.samples.mixture
         if finite:
             _check_tokens_once(self.samples.shards)
-            mixture = replace(mixture, weights=None, stages=(), decided=(), run_tokens=None)
-            mixture = replace(mixture, fim=None, fim_rates=None)
+            mixture = mixture.every_sample_once()
         self.finite = finite
         self.program = resolve(self.config, mixture, self.samples.tokens_per_epoch.tolist())
         self.stages = open_stages(self.program, self.samples, finite=finite)

@@ -15,7 +15,7 @@ the step, which stores the number of exclusion lists in force.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -34,6 +34,7 @@ from megapack.data.steps import PLAIN, Attention, StepView
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex
 from megapack.packing.sharded import SourceIndex
+from megapack.storage.columns import ColumnSpec
 from megapack.storage.dataset import read_documents
 
 Ids = NDArray[np.int64]
@@ -165,7 +166,7 @@ class Exclusions:
             return np.zeros(len(documents), np.bool_)
         i = np.minimum(np.searchsorted(listed, documents), len(listed) - 1)
         is_listed = listed[i] == documents
-        masked: NDArray[np.bool_] = is_listed & (self.first_lists[source][i] <= view.num_lists)
+        masked: NDArray[np.bool_] = is_listed & view.excludes(self.first_lists[source][i])
         return masked
 
     def of_documents(self, source: int, begin: int, end: int) -> tuple[Ids, Ids]:
@@ -252,6 +253,7 @@ class SampleSource:
         token_weights: digest of every index's loss weights per token; None, for all or for one
             index: no weights.
         fim: fill-in-the-middle with token ids; None: off.
+        columns: types of the columns that batches carry.
     """
 
     def __init__(
@@ -264,11 +266,13 @@ class SampleSource:
         counter: Callable[[Ids, StepView], LabelTotals] | None = None,
         token_weights: Sequence[str | None] | None = None,
         fim: Fim | None = None,
+        columns: Mapping[str, ColumnSpec] | None = None,
     ) -> None:
         if not indices:
             raise ConfigError("no sample index was given; give at least one")
         self.indices, self.attention, self._counter = list(indices), attention, counter
         self.token_weights, self.fim = list(token_weights or [None] * len(indices)), fim
+        self.columns = dict(columns or {})
         self.shards = Shards(self.indices)
         self.bases = self.shards.bases
         self.mixture = (mixture or Mixture()).of([str(i.path or i.strategy) for i in indices])
@@ -282,6 +286,11 @@ class SampleSource:
     def weighs_tokens(self) -> bool:
         """True if the loss masks carry weights, in every step of the run."""
         return self.mixture.loss != "token_mean" or any(self.token_weights)
+
+    @property
+    def fim_room(self) -> int:
+        """Tokens that fill-in-the-middle adds to a document; 0 if it is off."""
+        return 0 if self.fim is None else self.fim.room
 
     @property
     def windows(self) -> list[int]:
@@ -454,7 +463,7 @@ class SampleSource:
         whole = self.attention == "sample" if whole is None else whole
         costs = np.empty(len(ids), np.int64)
         for shard, positions, local in self._by_shard(ids):
-            if window is None and not view.num_lists and not in_groups:
+            if window is None and not view.has_exclusions and not in_groups:
                 index = self.shards.index(shard)
                 arrays = (index.sample_segment_offsets, index.segment_length)
                 costs[positions] = _core.attention_cost_of(*arrays, local, capacity, whole)
@@ -510,7 +519,7 @@ class SampleSource:
         index = self.shards.index(shard)
         segments, owner = segments_of(index, samples)
         lengths = np.asarray(index.segment_length[segments], np.int64)
-        if view.num_lists:
+        if view.has_exclusions:
             source, first = int(self.shards.sources[shard]), self.shards.first_documents[shard]
             documents = first + np.asarray(index.segment_document[segments], np.int64)
             lengths[self.exclusions.masks(source, documents, view)] = 0

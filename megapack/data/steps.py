@@ -295,8 +295,21 @@ class StepView:
 
     def of(self, positions: Any) -> StepView:
         """Return the view of some of the samples; ``positions`` is a slice or an array."""
-        changed: dict[str, Any] = {name: a[positions] for name, a in self._arrays().items()}
-        return replace(self, **changed) if changed else self
+        arrays = self._arrays()
+        if not arrays:
+            return self
+        changed: dict[str, Any] = {name: array[positions] for name, array in arrays.items()}
+        return replace(self, **changed)
+
+    @property
+    def has_exclusions(self) -> bool:
+        """True if a list is in force."""
+        return self.num_lists > 0
+
+    def excludes(self, first_lists: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return for documents whether a list in force has them, from the first that does."""
+        excluded: NDArray[np.bool_] = first_lists <= self.num_lists
+        return excluded
 
     def each(self, count: int) -> list[StepView]:
         """Return the views of ``count`` samples, one by one."""
@@ -324,9 +337,9 @@ class StepView:
         return _core.StepView(self.num_lists, factors, self.epochs, self.fim_rates, self.seed)
 
     def _arrays(self) -> dict[str, NDArray[Any]]:
-        values = (("loss_weight", self.loss_weight), ("epochs", self.epochs))
-        named = (*values, ("fim_rates", self.fim_rates))
-        return {name: value for name, value in named if value is not None}
+        fields = vars(self)
+        names = ("loss_weight", "epochs", "fim_rates")
+        return {name: fields[name] for name in names if fields[name] is not None}
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "core"}

@@ -20,7 +20,7 @@ of two documents; the first is cut, and its next token is 7:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ from torch.nn.functional import pad
 
 from megapack.attention.probe import SegmentPlaces
 from megapack.attention.transformers_interface import ENDS, LONGEST
+from megapack.data.batch import MTP_TARGETS, column_names
 from megapack.errors import ConfigError
 
 IGNORED = -100
@@ -59,6 +60,7 @@ class Dialect:
         lengths: two keys: of the document lengths, int32 (rows, most documents of a row), filled
             with 0, and of the longest of each row, a list of ints.
         flat: all rows are joined: (rows * R,) instead of (rows, R).
+        columns: the host's batch can contain columns of the data, under their names.
     """
 
     name: str
@@ -78,6 +80,7 @@ class Dialect:
     longest: tuple[str, ...] = ()
     lengths: tuple[str, str] | None = None
     flat: bool = False
+    columns: bool = False
 
 
 TRANSFORMERS = Dialect(
@@ -88,6 +91,7 @@ TRANSFORMERS = Dialect(
     positions="position_ids",
     ends=ENDS,
     longest=LONGEST,
+    columns=True,
 )
 # Ignored labels are 0: Megatron indexes logits with every label before it multiplies by the mask.
 MEGATRON = Dialect(
@@ -99,6 +103,7 @@ MEGATRON = Dialect(
     ends=("cu_seqlens",),
     padded_ends=("cu_seqlens_padded",),
     longest=("max_seqlen",),
+    columns=True,
 )
 # Not Bridge's older key cu_seqlens: unless its values end with -1, Bridge drops all boundaries.
 MEGATRON_BRIDGE = replace(
@@ -190,10 +195,28 @@ def loss_terms(batch: Mapping[str, Any], dialect: Dialect) -> LossTerms:
     return LossTerms(labels, weights)
 
 
+def check_columns(names: Iterable[str], dialect: Dialect) -> None:
+    """Raise ConfigError if the host's batch cannot contain columns of these names."""
+    for name in names:
+        if not dialect.columns:
+            raise ConfigError(
+                f"{dialect.name} passes only its own keys to the model, and column {name} would be "
+                "lost: leave columns out of the manifest, or train with megapack-pretrain, "
+                "PackedTrainer or sft_trainer"
+            )
+        keys = (dialect.tokens, *dialect.ends, *dialect.padded_ends, *dialect.longest)
+        if name in (*keys, dialect.labels, dialect.target_labels, dialect.mask, dialect.positions):
+            raise ConfigError(
+                f"column {name} has a name of {dialect.name}'s own batches; choose another name"
+            )
+
+
 def emit(batch: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
     """Return a micro batch of megapack (on the CPU) in the dialect of a host. Raises ConfigError if
     the dialect cannot represent it: loss weights without a float mask, positions or attention
-    windows with ``restart``, or aligned segments."""
+    windows with ``restart``, aligned segments, or columns."""
+    carried = [*column_names(batch), *(name for name in MTP_TARGETS if name in batch)]
+    check_columns(carried, dialect)
     labels, weights = loss_terms(batch, dialect)
     out: dict[str, Any] = {dialect.tokens: batch["tokens"]}
     if dialect.one_more:  # append the last label, or any id if there is none
@@ -219,6 +242,7 @@ def emit(batch: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
         out[dialect.mask] = mask.to(dialect.mask_dtype)
     if dialect.positions is not None:
         out[dialect.positions] = batch["position_ids"]
+    out |= {name: batch[name] for name in carried}
     _add_boundaries(batch, dialect, out)
     return {key: value.flatten() for key, value in out.items()} if dialect.flat else out
 

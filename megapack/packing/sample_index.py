@@ -348,7 +348,7 @@ class SampleIndex:
         """Check that this index was packed from ``dataset``, an IndexedDataset.
 
         Blocks of its .idx are compared with their checksums when they are read
-        (``IndexedDataset.hold_to``), since the fingerprint does not cover them. Raises
+        (``IndexedDataset.verify_reads``), since the fingerprint does not cover them. Raises
         IndexMismatchError, which says what differs.
         """
         source, documents = self.source or {}, self.documents
@@ -371,7 +371,7 @@ class SampleIndex:
                 "pack the dataset again"
             )
         if IDX_CHECKSUMS in source:
-            dataset.hold_to(source[IDX_CHECKSUMS])
+            dataset.verify_reads(source[IDX_CHECKSUMS])
 
     # --- file ------------------------------------------------------------------------------------
 

@@ -216,6 +216,7 @@ def describe_shard(
         document_end_token=meta.get("document_end_token"),
         labels=labels is not None,
         weights=None if weights is None else weights_identity(weights),
+        document_begin_token=meta.get("document_begin_token"),
         columns=packed_columns(dataset),
     )
 

@@ -81,7 +81,14 @@ class PackedShard:
     document_end_token: int | None
     labels: bool  # the shard has <prefix>.labels
     weights: str | None = None  # weights_identity of <prefix>.weights, compared when opened
+    document_begin_token: int | None = None
     columns: Mapping[str, PackedColumn] = field(default_factory=dict)  # by name
+
+    def document_token(self, fact: str) -> int | str | None:
+        """Return the token of ``fact``, one of ``BOUNDARY_TOKENS``; "unknown" without a meta
+        file."""
+        token: int | None = getattr(self, fact)
+        return "unknown" if token is None and self.max_token_id is None else token
 
     @property
     def ends(self) -> tuple[str, ...]:
@@ -280,6 +287,7 @@ _CHECKS: dict[str, Check] = {
 }
 _FIELDS = {f.name: _CHECKS[str(f.type)] for f in fields(PackedShard) if f.name != "columns"}
 _PATHS = ("prefix", "samples")
+_OPTIONAL = ("weights", "document_begin_token")
 
 
 def is_shard_manifest(path: str | os.PathLike[str]) -> bool:
@@ -353,7 +361,8 @@ def _folder_of(path: Path | str) -> str:
 
 
 def _shard(path: Path | str, number: int, row: Any, num_buckets: int) -> PackedShard:
-    row = {"weights": None, "columns": {}, **row} if isinstance(row, dict) else row
+    if isinstance(row, dict):
+        row = {**dict.fromkeys(_OPTIONAL), "columns": {}, **row}
     wrong = find_wrong(row, _FIELDS)
     if wrong is not None:
         raise FormatError(f"{path} is damaged: shard {number} {wrong}")
@@ -434,11 +443,13 @@ def save_shards(
         {**to_dict(shard), **{name: related(path, getattr(shard, name)) for name in _PATHS}}
         for shard in shards
     ]
-    for row in rows:  # as before there were weights and columns
+    for row in rows:  # an optional field is left out if it says nothing
         if not has_weights:
             del row["weights"]
         if not has_columns:
             del row["columns"]
+        if row["document_begin_token"] is None:
+            del row["document_begin_token"]
     digest = _digest({**head, "shards": rows})
     with local_output_file(path) as local, atomic_write(local, "w") as file:
         file.write(json.dumps(head)[:-1] + ', "shards": [\n ')

@@ -16,6 +16,7 @@ from megapack.packing.shard_packing import describe_shard
 from megapack.packing.sharded import PackedShard, ShardedIndex
 from megapack.storage import IndexedDataset
 from megapack.storage.address import is_remote
+from megapack.storage.metadata import BOUNDARY_TOKENS
 from megapack.storage.verify import Finding, has_errors, leftovers, verify
 
 _REMEDY = "pack the dataset again"
@@ -77,7 +78,7 @@ def _differences(index: ShardedIndex, shard: PackedShard) -> Iterator[Finding]:
         yield Finding("error", "manifest", str(error), remedy)
         return
     # Arranged documents end with their sample, so the manifest's token is not in their meta file.
-    skipped = {"prefix", "samples", *(["document_end_token"] if index.arranged else [])}
+    skipped = {"prefix", "samples", *(BOUNDARY_TOKENS if index.arranged else ())}
     for name in (field.name for field in fields(PackedShard) if field.name not in skipped):
         recorded, value = getattr(shard, name), getattr(actual, name)
         if recorded != value:

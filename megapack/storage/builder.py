@@ -19,10 +19,10 @@ A column has one row per token::
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -155,8 +155,8 @@ class IndexedDatasetBuilder:
         _check_length(ids.size)
         if self.multimodal:
             _check_modes([mode])
-        with self._appending(columns, ids.size):
-            self._tokens.append(ids, first_document=self._log.num_documents)
+        append_tokens = partial(self._tokens.append, ids, first_document=self._log.num_documents)
+        self._append(columns, ids.size, append_tokens)
         self._log.add_sequences([ids.size], [mode])
 
     def add_document(
@@ -198,8 +198,8 @@ class IndexedDatasetBuilder:
                         f"document {self.num_documents} has {len(lengths)} sequences, {len(modes)} "
                         "modes"
                     )
-            with self._appending(columns, ids.size):
-                self._tokens.append(ids, first_document=self.num_documents)
+            append_tokens = partial(self._tokens.append, ids, first_document=self.num_documents)
+            self._append(columns, ids.size, append_tokens)
             self._log.add_sequences(lengths, modes)
         self._log.end_document()
 
@@ -215,8 +215,8 @@ class IndexedDatasetBuilder:
         self._log.require_closed()
         ids, bounds = self._as_stored(flat_tokens), np.asarray(offsets)
         lengths = _lengths_between(bounds, ids.size)
-        with self._appending(columns, ids.size):
-            self._tokens.append(ids, bounds, first_document=self.num_documents)
+        append = partial(self._tokens.append, ids, bounds, first_document=self.num_documents)
+        self._append(columns, ids.size, append)
         modes = np.zeros(lengths.size, np.int8) if self.multimodal else None
         self._log.add_layout(ArrayLayout(lengths, None, modes))
 
@@ -250,11 +250,13 @@ class IndexedDatasetBuilder:
                 f"{_named(writer.name for writer in self._columns)} or others of these types; "
                 "merge(..., missing_columns=...) fills or drops columns"
             )
-        with contextlib.ExitStack() as stack:
+
+        def append_all() -> None:
             for writer in self._columns:
-                stack.enter_context(writer.all_or_nothing())
                 dataset.copy_column(writer)
             self._tokens.append_dataset(dataset)
+
+        self._all_or_nothing(append_all)
         self._log.add_layout(dataset.layout)
 
     def end_document(self) -> None:
@@ -298,9 +300,13 @@ class IndexedDatasetBuilder:
             target.discard()
         self._lock.release()
 
-    @contextlib.contextmanager
-    def _appending(self, columns: Mapping[str, Any] | None, num_tokens: int) -> Iterator[None]:
-        """Append the rows of ``num_tokens`` tokens; undo it if the ``with`` block raises."""
+    def _append(
+        self, columns: Mapping[str, Any] | None, num_tokens: int, append_tokens: Callable[[], None]
+    ) -> None:
+        """Append tokens and the rows of all columns, or nothing."""
+        if not (self._columns or columns):
+            append_tokens()
+            return
         given = columns or {}
         if given.keys() != {writer.name for writer in self._columns}:
             raise DataError(
@@ -317,11 +323,23 @@ class IndexedDatasetBuilder:
                 where = f"document {self.num_documents}, column {writer.name}"
                 raise DataError(f"{where}: {error}") from error
             all_rows.append(rows)
-        with contextlib.ExitStack() as stack:
+
+        def append_all() -> None:
             for writer, rows in zip(self._columns, all_rows, strict=True):
-                stack.enter_context(writer.all_or_nothing())
                 writer.append(rows)
-            yield
+            append_tokens()
+
+        self._all_or_nothing(append_all)
+
+    def _all_or_nothing(self, append: Callable[[], None]) -> None:
+        """Append to the columns, then to the tokens; undo the former if it raises."""
+        marks = [writer.mark() for writer in self._columns]
+        try:
+            append()
+        except BaseException:
+            for writer, mark in zip(self._columns, marks, strict=True):
+                writer.reset(mark)
+            raise
 
     def __enter__(self) -> IndexedDatasetBuilder:
         return self

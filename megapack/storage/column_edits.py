@@ -249,7 +249,7 @@ def _difference(
     existing = meta.get(COLUMNS, {}).get(name)
     if existing is not None:
         differing = [key for key in entry if existing.get(key) != entry[key]]
-        return None if not differing else f"its {', '.join(differing)} differ"
+        return None if not differing else f"it has another {', '.join(differing)}"
     with open_regular(column_path(prefix, name)) as file:
         if file_identity(file).num_bytes == entry["bytes"] and _matches(file, stretches_of(entry)):
             return None
@@ -261,7 +261,7 @@ def _matches(file: Any, stretches: list[Checksum]) -> bool:
 
 
 def find_column(columns: Mapping[str, T], name: str, prefix: str) -> T:
-    """Return a column by name. Raises ConfigError, with the names that exist, if there is none."""
+    """Return a column by name. Raises ConfigError, which lists the columns, for other names."""
     if name not in columns:
         names = ", ".join(columns) or "no columns"
         raise ConfigError(f"{prefix} has no column {name!r}; it has {names}")

@@ -20,7 +20,6 @@ Three documents of 3, 2 and 2 tokens, with a float32 per token::
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import math
@@ -58,7 +57,8 @@ RESERVED = {
     *("max_seqlen", "dataset_ids", "weights", "groups", "sample_ids", "source", "capacity"),
     *("bucket", "step", "micro_step", "num_micro_steps", "num_step_label_tokens", "imbalance"),
     *("imbalance_in_order", "attention_window", "step_label_weight", "input_ids"),
-    *("attention_mask", "sequence_parallel_rank", "sequence_parallel_size"),
+    *("attention_mask", "sequence_parallel_rank", "sequence_parallel_size", "row_tokens"),
+    *("loss_weights", "token_mask", "mtp_labels", "mtp_loss_mask"),
 }
 
 
@@ -104,13 +104,13 @@ class ColumnSpec:
         """Return ``float16[4], of token, fill 0``, for messages."""
         return f"{self.dtype}{list(self.shape) or ''}, of {self.of}, fill {self.fill}"
 
-    @property
+    @cached_property
     def numpy_dtype(self) -> np.dtype[Any]:
         """Dtype of the stored numbers, little-endian; uint16 for bfloat16."""
         dtype: np.dtype[Any] = np.dtype(_NUMPY.get(self.dtype, self.dtype)).newbyteorder("<")
         return dtype
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """Bytes per token."""
         return math.prod(self.shape) * self.numpy_dtype.itemsize
@@ -169,6 +169,8 @@ def _convert(values: Any, spec: ColumnSpec) -> NDArray[Any]:
     except ValueError as error:
         raise DataError(f"column values have rows of different shapes: {error}") from error
     stored, is_integers = spec.numpy_dtype, False
+    if array.dtype == stored:
+        return array
     if "int" in spec.dtype and array.dtype.kind in "fO" and not isinstance(values, np.ndarray):
         exact = np.asarray(values, object)  # numpy makes floats of [0, 2**63]
         is_integers = all(isinstance(number, int) for number in exact.flat)
@@ -176,24 +178,22 @@ def _convert(values: Any, spec: ColumnSpec) -> NDArray[Any]:
     if array.dtype.kind not in "iufb" and array.size and not is_integers:
         raise DataError(f"column values are {array.dtype}; give numbers")
     if spec.dtype == "bfloat16":
-        return (
-            array.astype(stored, copy=False) if array.dtype == np.uint16 else _bfloat16_bits(array)
-        )
+        return _bfloat16_bits(array)
     if stored.kind == "f":
         with np.errstate(over="ignore"):
-            rounded = array.astype(stored, copy=False)
+            rounded = array.astype(stored)
         _check_each(np.isfinite(rounded) | ~np.isfinite(array), array, spec)
         return rounded
     if array.dtype.kind == "f" and array.size:
         raise DataError(f"column values are {array.dtype}, and the column is {spec.dtype}")
-    if array.size and array.dtype != stored:
+    if array.size:
         limits = np.iinfo(stored)
         # Python compares integers of any width and sign exactly; numpy would convert first.
         low, high = int(array.min()), int(array.max())
         if low < limits.min or high > limits.max:
             extreme = low if low < limits.min else high
             raise DataError(f"column value {extreme} is outside {spec.dtype}")
-    return array.astype(stored, copy=False)
+    return array.astype(stored)
 
 
 def _bfloat16_bits(array: NDArray[Any]) -> NDArray[np.uint16]:
@@ -372,16 +372,14 @@ class _Stretches:
             self.checksums.append(Checksum(self._num_bytes, self._hasher.hexdigest()))
             self._hasher, self._num_bytes = xxhash.xxh3_128(), 0
 
-    @contextlib.contextmanager
-    def all_or_nothing(self) -> Iterator[None]:
-        """Forget the bytes that a ``with`` block adds if it raises."""
-        num_ended, hasher, num_bytes = len(self.checksums), self._hasher.copy(), self._num_bytes
-        try:
-            yield
-        except BaseException:
-            del self.checksums[num_ended:]
-            self._hasher, self._num_bytes = hasher, num_bytes
-            raise
+    def mark(self) -> tuple[int, xxhash.xxh3_128, int]:
+        """Return the present state, for ``reset``."""
+        return len(self.checksums), self._hasher.copy(), self._num_bytes
+
+    def reset(self, mark: tuple[int, xxhash.xxh3_128, int]) -> None:
+        """Forget all bytes added since ``mark``."""
+        num_checksums, self._hasher, self._num_bytes = mark
+        del self.checksums[num_checksums:]
 
 
 def fill_checksums(spec: ColumnSpec, num_rows: int) -> list[Checksum]:
@@ -419,49 +417,49 @@ class ColumnWriter:
     def append(self, rows: NDArray[Any]) -> None:
         """Write rows (from ``ColumnSpec.rows``)."""
         data = rows.reshape(-1).view(np.uint8).data
-        with self.all_or_nothing():
-            if len(self._buffer) + len(data) > _BUFFER_BYTES:
-                self._flush()
-            if len(data) > _BUFFER_BYTES:
-                self.target.write(data)
-            else:
-                self._buffer += data
-            self.num_rows += len(rows)
-            self._stretches.update(data)
+        if len(self._buffer) + len(data) > _BUFFER_BYTES:
+            self._flush()
+        if len(data) > _BUFFER_BYTES:
+            self.target.write(data)
+        else:
+            self._buffer += data
+        self.num_rows += len(rows)
+        self._stretches.update(data)
 
     def append_fill(self, num_rows: int) -> None:
-        """Write rows of fill values, with checksums of their own (``fill_checksums``)."""
-        with self.all_or_nothing():
+        """Write rows of fill values as separate stretches (``fill_checksums``)."""
+        mark = self.mark()
+        try:
             self._stretches.end()
             for block in _fill_blocks(self.spec, num_rows):
                 self.append(block)
             self._stretches.end()
+        except BaseException:
+            self.reset(mark)
+            raise
 
     def append_file(self, file: io.FileIO, checksums: list[Checksum]) -> None:
         """Copy a whole .col file of the same type with its recorded checksums; not read here."""
-        with self.all_or_nothing():
-            self._flush()
-            num_bytes = sum(size for size, _ in checksums)
-            self.target.copy_from(file, num_bytes)
-            self._stretches.end()
-            self._stretches.checksums += checksums
-            self.num_rows += num_bytes // self.spec.row_bytes
+        self._flush()
+        num_bytes = sum(size for size, _ in checksums)
+        self.target.copy_from(file, num_bytes)
+        self._stretches.end()
+        self._stretches.checksums += checksums
+        self.num_rows += num_bytes // self.spec.row_bytes
 
-    @contextlib.contextmanager
-    def all_or_nothing(self) -> Iterator[None]:
-        """Undo everything that a ``with`` block appends if it raises."""
-        num_rows = self.num_rows
-        try:
-            with self._stretches.all_or_nothing():
-                yield
-        except BaseException:
-            self.num_rows = num_rows
-            file, num_bytes = self.target.file, num_rows * self.spec.row_bytes
-            num_written = min(file.tell(), num_bytes)
-            file.truncate(num_written)
-            file.seek(num_written)
-            del self._buffer[num_bytes - num_written :]
-            raise
+    def mark(self) -> tuple[int, Any]:
+        """Return the present state, for ``reset``."""
+        return self.num_rows, self._stretches.mark()
+
+    def reset(self, mark: tuple[int, Any]) -> None:
+        """Undo everything appended since ``mark``."""
+        self.num_rows, stretches = mark
+        self._stretches.reset(stretches)
+        file, num_bytes = self.target.file, self.num_rows * self.spec.row_bytes
+        num_written = min(file.tell(), num_bytes)
+        file.truncate(num_written)
+        file.seek(num_written)
+        del self._buffer[num_bytes - num_written :]
 
     def finish(self) -> dict[str, Any]:
         """Return the entry of the meta file; ``target`` is then complete."""

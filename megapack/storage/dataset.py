@@ -325,9 +325,9 @@ class IndexedDataset:
         """``IndexFile.idx_checksums``."""
         return self._index.idx_checksums
 
-    def hold_to(self, idx_checksums: str) -> None:
-        """``IndexFile.hold_to``."""
-        self._index.hold_to(idx_checksums)
+    def verify_reads(self, idx_checksums: str) -> None:
+        """``IndexFile.verify_reads``."""
+        self._index.verify_reads(idx_checksums)
 
     # Names of Megatron, Megatron-DeepSpeed and GPT-NeoX.
     path_prefix = property(attrgetter("prefix"))

@@ -36,7 +36,7 @@ from megapack.storage.files import (
     remove_leftovers,
 )
 from megapack.storage.foreign import KINDS, Foreign, detect, open_foreign
-from megapack.storage.index_file import BESIDE, LABELS, path_of, prefix_of
+from megapack.storage.index_file import COMPANIONS, LABELS, path_of, prefix_of
 from megapack.storage.index_writer import (
     ArrayLayout,
     DatasetContent,
@@ -111,15 +111,15 @@ def _read(
             "--eod-token and --eod-at, or give --kind flat to read it without its index"
         )
     scan = Scan(foreign, eod_token)
-    if kind != "mmididx":
+    if foreign.recorded is None:
         check_width(foreign, scan, vocab_size)
     _check_ids(foreign, scan.facts)
     promises: dict[str, int] = {}
     if foreign.layout is None:
         assert eod_token is not None
-        at = "start" if kind == "llm.c" and eod_at is None else eod_at
-        layout, promises = split_documents(foreign, scan, eod_token, at)
-        if (at or "end") in ("end", "start"):
+        usual = "start" if kind == "llm.c" else "end"
+        layout, promises = split_documents(foreign, scan, eod_token, eod_at, usual)
+        if eod_at != "both":
             promises = {**edge_tokens(foreign, layout, scan), **promises}
     else:
         layout = foreign.layout
@@ -226,7 +226,7 @@ def import_dataset(
 def _refuse_companions(prefix: str) -> None:
     """Raise ConfigError if the dataset has labels, weights, groups or columns, which import cannot
     copy."""
-    companions = [f"{prefix}{end}" for end in BESIDE if path_of(prefix + end, ".idx").exists()]
+    companions = [f"{prefix}{end}" for end in COMPANIONS if path_of(prefix + end, ".idx").exists()]
     columns = (read_meta(prefix) or {}).get(COLUMNS, {})
     for companion in (*companions, *(column_path(prefix, name) for name in columns)):
         raise ConfigError(

@@ -1,6 +1,6 @@
 """Open Megatron's .bin/.idx pair: names, header and arrays.
 
-- ``path_of``, ``prefix_of``, ``BESIDE``: names; ``pick_dtype``, ``dtype_of_code``: token types
+- ``path_of``, ``prefix_of``, ``COMPANIONS``: names; ``pick_dtype``, ``dtype_of_code``: token types
 - ``IndexFile``: one .idx, memory-mapped; ``read_header``: its first 34 bytes
 - ``open_pair``: an .idx and the .bin of the same writer, even while another writer replaces them
 - ``map_file``, ``block_checksums``, ``CheckedArray``: mapped files, and checks of what is read
@@ -152,7 +152,7 @@ _POINTER = struct.Struct("<q")
 
 # Endings of companion datasets: label and loss weight per token, group per document.
 LABELS, WEIGHTS, GROUPS = ".labels", ".weights", ".groups"
-BESIDE = (LABELS, WEIGHTS, GROUPS)
+COMPANIONS = (LABELS, WEIGHTS, GROUPS)
 
 
 def path_of(prefix: str | os.PathLike[str], suffix: str) -> Path:
@@ -266,7 +266,7 @@ class IndexFile:
 
     @property
     def bytes(self) -> Any:
-        """The whole file as uint8, without a copy; a ``CheckedArray`` after ``hold_to``."""
+        """The whole file as uint8, without a copy; a ``CheckedArray`` after ``verify_reads``."""
         return self._mapped if self._checked is None else self._checked
 
     @cached_property
@@ -274,7 +274,7 @@ class IndexFile:
         """xxh3_128 (hexadecimal) of the file's size and of the checksums of some 64 KiB blocks:
         those in which the arrays begin and end, and 16 spread evenly over the file (all blocks of a
         small file). Pointers are running sums of lengths, so a changed length changes every later
-        block of pointers. After ``hold_to``, reading checks the remaining blocks."""
+        block of pointers. After ``verify_reads``, reading checks the remaining blocks."""
         header, size = self.header, self.header.file_bytes
         last = (size - 1) // _core.BLOCK_BYTES
         blocks = {last * i // (_SPREAD_BLOCKS - 1) for i in range(_SPREAD_BLOCKS)}
@@ -294,7 +294,7 @@ class IndexFile:
         """``block_checksums`` of the whole file; reads all of it."""
         return block_checksums(self._mapped)
 
-    def hold_to(self, checksums: str) -> None:
+    def verify_reads(self, checksums: str) -> None:
         """Check every later read against the expected ``idx_checksums``. Raises FormatError if they
         belong to a file of a different size; later reads raise it if a block differs."""
         if self._checked is None:
@@ -324,7 +324,7 @@ class IndexFile:
             lengths = self.bytes[begin:end].view(np.int32)
             expected = int(lengths.sum(dtype=np.int64) - lengths[-1]) * dtype.itemsize
             pointer = self.pointer(last)  # pointers grow: if any overflowed, the last one did
-            if pointer != expected and pointer == (expected + 2**31) % 2**32 - 2**31:
+            if pointer != expected and (pointer - expected) % 2**32 == 0:
                 raise FormatError(
                     f"{self.name}: pointers overflowed 32 bits: sequence {last} points at byte "
                     f"{pointer} instead of {expected}; `megapack-build repair "

@@ -71,7 +71,7 @@ FORMAT = "megapack dataset"
 VERSION = 1
 COUNTS = ("num_sequences", "num_documents", "num_tokens")
 LIMITS = ("min_token_id", "max_token_id", "vocab_size")
-PROMISES = ("document_begin_token", "document_end_token")
+BOUNDARY_TOKENS = ("document_begin_token", "document_end_token")
 OWN_KEYS = {"format", "version", "dtype", *COUNTS, *LIMITS, "bin", "idx"}
 COLUMNS = "columns"  # key that only datasets with columns have
 
@@ -136,10 +136,10 @@ def differing_tokens(named: Callable[[str], Iterable[tuple[str, Any]]]) -> Itera
     """Yield a sentence each if documents of datasets begin or end with different tokens.
 
     Args:
-        named: returns (prefix, token) of the datasets for a key of ``PROMISES``; None stands for no
-            token, "unknown" for a dataset without a meta file.
+        named: returns (prefix, token) of the datasets for a key of ``BOUNDARY_TOKENS``; None stands
+            for no token, "unknown" for a dataset without a meta file.
     """
-    for fact, where in zip(PROMISES, ("begin", "end"), strict=True):
+    for fact, where in zip(BOUNDARY_TOKENS, ("begin", "end"), strict=True):
         tokens: dict[str, str] = {}  # token -> first dataset that has it
         for prefix, token in named(fact):
             tokens.setdefault("no token" if token is None else str(token), prefix)
@@ -196,6 +196,24 @@ def has_its_checksums(prefix: str | os.PathLike[str]) -> bool:
     return True
 
 
+def check_bin(prefix: str | os.PathLike[str], most_bytes: int) -> None:
+    """Compare .bin with the checksums of the meta file, if there is one. Reads the stretches that
+    fit into ``most_bytes`` together. Raises FormatError if one differs."""
+    meta = read_meta(prefix)
+    path = path_of(prefix, ".bin")
+    with open_regular(path) as file:
+        for size, digest in () if meta is None else bin_checksums(meta):
+            if size > most_bytes:
+                file.seek(size, os.SEEK_CUR)
+                continue
+            most_bytes -= size
+            if stretch_checksum(file, size) != digest:
+                raise FormatError(
+                    f"{path} does not have the checksum of its .meta.json: restore it, or delete "
+                    "the meta file if the dataset was rewritten"
+                )
+
+
 SAMPLED_BLOCKS, SAMPLED_BYTES = 64, 1 << 14  # for ``sampled_checksum``: 1 MiB per file
 
 
@@ -250,7 +268,7 @@ def _is_complete(content: dict[str, Any]) -> bool:
             content.keys() >= OWN_KEYS
             and all(_is_count(content[key]) for key in COUNTS)
             and all(content[key] is None or type(content[key]) is int for key in LIMITS)
-            and all(content.get(key) is None or _is_count(content[key]) for key in PROMISES)
+            and all(content.get(key) is None or _is_count(content[key]) for key in BOUNDARY_TOKENS)
             and (low is None) == (high is None) == (content["num_tokens"] == 0)
             and (low is None or low <= high <= largest)
             and (vocab_size is None or max(0, high or 0) < vocab_size <= largest + 1)

@@ -77,6 +77,10 @@ def recognize(path: str | os.PathLike[str]) -> str | None:
     path = Path(path)
     if path.is_dir():
         return _recognize_folder(path)
+    if path.suffix == ".mds" or path.name == "index.json":
+        folder = _indexed_folder(path.parent)
+        if folder is not None:
+            return folder
     with open_regular(path) as file:
         size = file_identity(file).num_bytes
         head = file.read(_HEAD_BYTES)
@@ -217,15 +221,24 @@ def _text(path: Path, head: bytes) -> str | None:
     return None
 
 
+def _indexed_folder(path: Path) -> str | None:
+    """Recognize MDS and LitData by the folder's index.json; None if it has none of theirs."""
+    try:
+        index = json.loads((path / "index.json").read_bytes())
+        if "chunks" in index:
+            return f"a folder of LitData: {_LITDATA}"
+        return mds_remedy(path, index["shards"][0])
+    except (ValueError, OSError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
+        return None
+
+
 def _recognize_folder(path: Path) -> str:
     names = sorted(os.listdir(path))  # noqa: PTH208
     if "index.json" in names:
-        with contextlib.suppress(ValueError, OSError, KeyError, IndexError, TypeError):
-            index = json.loads((path / "index.json").read_bytes())
-            if "chunks" in index:
-                return f"a folder of LitData: {_LITDATA}"
-            return mds_remedy(path, index["shards"][0])
-        return "a folder of MDS (MosaicML streaming) with a damaged index.json: download it again"
+        return (
+            _indexed_folder(path)
+            or "a folder of MDS (MosaicML streaming) with a damaged index.json: download it again"
+        )
     if "dataset_info.json" in names or "state.json" in names:
         return (
             "a folder of Hugging Face datasets: megapack-build tokenize --input "

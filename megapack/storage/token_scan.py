@@ -67,7 +67,7 @@ def mapped_tokens(foreign: Foreign) -> Tokens:
     return np.memmap(foreign.tokens_path, foreign.dtype, "r", foreign.begin_byte, shape)
 
 
-def _is_plausible(maxima: NDArray[np.int64], num_tokens: int, limit: int) -> bool:
+def _is_plausible(maxima: NDArray[np.int64], num_tokens: int, limit: int, width: int) -> bool:
     """Return whether ids can have this width, from the largest at positions 0 to 3 modulo 4.
 
     If ids are read at half their width, every second number is a high half: 0, or at most 15 for a
@@ -77,6 +77,8 @@ def _is_plausible(maxima: NDArray[np.int64], num_tokens: int, limit: int) -> boo
         return False
     if num_tokens < 8 or num_tokens % 2:
         return True
+    if width == 1 and num_tokens >= 64 and maxima[3] == 0 and maxima[2] <= 15 < maxima[0]:
+        return False  # the upper bytes of four
     low, high = sorted((max(maxima[0], maxima[2]), max(maxima[1], maxima[3])))
     return not (low == 0 < high or (low <= 15 and high > 255 and num_tokens >= 64))
 
@@ -84,7 +86,7 @@ def _is_plausible(maxima: NDArray[np.int64], num_tokens: int, limit: int) -> boo
 def check_width(foreign: Foreign, scan: Scan, vocab_size: int | None) -> None:
     """Raise DataError if the ids contradict the dtype; the message names the dtype that fits."""
     limit = max(_LARGEST_VOCABULARY, vocab_size or 0)
-    if _is_plausible(scan.maxima, foreign.num_tokens, limit):
+    if _is_plausible(scan.maxima, foreign.num_tokens, limit, foreign.dtype.itemsize):
         return
     likely = likely_dtype(foreign, vocab_size)
     high = int(scan.maxima.max())
@@ -113,7 +115,7 @@ def likely_dtype(foreign: Foreign, vocab_size: int | None) -> str | None:
             continue
         ids = np.frombuffer(sample[: len(sample) // width * width], dtype)
         maxima = np.array([min(int(ids[k::4].max(initial=0)), 2**62) for k in range(4)], np.int64)
-        if _is_plausible(maxima, ids.size, vocab_size or _LARGEST_VOCABULARY):
+        if _is_plausible(maxima, ids.size, vocab_size or _LARGEST_VOCABULARY, width):
             return f"{'big-endian ' if order == '>' else ''}uint{8 * width}"
     return None
 
@@ -122,12 +124,13 @@ def likely_dtype(foreign: Foreign, vocab_size: int | None) -> str | None:
 
 
 def split_documents(
-    foreign: Foreign, scan: Scan, separator: int, at: str | None
+    foreign: Foreign, scan: Scan, separator: int, at: str | None, usual: str = "end"
 ) -> tuple[ArrayLayout, dict[str, int]]:
     """Return the documents between separators, and begin and end tokens for the meta file.
 
     ``at`` is the separator's position in a document: ``"end"``, ``"start"`` or ``"both"``. None
-    means ``"end"``, but raises ConfigError if the file begins with a separator.
+    means ``usual``, ``"end"`` or ``"start"``, but raises ConfigError if the file begins or ends
+    with a separator that would be a document of its own.
     """
     path, num_tokens, marks = foreign.tokens_path, foreign.num_tokens, scan.separators
     if num_tokens and not marks.size:
@@ -137,12 +140,15 @@ def split_documents(
         )
     begins = bool(num_tokens and marks[0] == 0)
     ends = bool(num_tokens and marks[-1] == num_tokens - 1)
-    if at is None and begins:
-        likely = "both" if ends and _unpaired(marks, num_tokens) is None else "start"
+    if at is None and (begins if usual == "end" else ends):
+        where, other = ("begins", "start") if usual == "end" else ("ends", "end")
+        likely = "both" if begins and ends and _unpaired(marks, num_tokens) is None else other
         raise ConfigError(
-            f"{path} begins with the separator {separator}, so --eod-at end would make a document "
-            f"of it alone: give --eod-at {likely}, or --eod-at end if that document is meant"
+            f"{path} {where} with the separator {separator}, so --eod-at {usual} would make a "
+            f"document of it alone: give --eod-at {likely}, or --eod-at {usual} if that document "
+            "is meant"
         )
+    at = at or usual
     if at == "both":
         wrong = _unpaired(marks, num_tokens)
         if wrong is not None:

@@ -30,7 +30,7 @@ from megapack.errors import FormatError
 from megapack.storage.address import is_remote
 from megapack.storage.columns import ColumnEntry, column_entries, column_path
 from megapack.storage.files import file_identity, is_being_written, open_regular, temporary_files
-from megapack.storage.index_file import BESIDE, MAGIC, IndexFile, Tokens, path_of, prefix_of
+from megapack.storage.index_file import COMPANIONS, MAGIC, IndexFile, Tokens, path_of, prefix_of
 from megapack.storage.metadata import (
     Checksum,
     bin_checksums,
@@ -52,7 +52,7 @@ __all__ = ["Finding", "find_duplicates", "has_errors", "leftovers", "verify"]
 Progress: TypeAlias = Callable[[int, int], None]
 RESTORE = "restore .bin from a copy or build it again"
 DATASET = (
-    rf"({'|'.join(map(re.escape, BESIDE))})?\.(bin|idx|meta\.json|samples|[a-z][a-z0-9_]*\.col)"
+    rf"({'|'.join(map(re.escape, COMPANIONS))})?\.(bin|idx|meta\.json|samples|[a-z][a-z0-9_]*\.col)"
 )
 
 

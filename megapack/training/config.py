@@ -2,7 +2,8 @@
 
 ``PretrainConfig`` has one field per section: ``ModelConfig``, ``DataConfig``
 (``megapack.data.run``), ``OptimizerConfig``, ``LearningRateConfig``, ``CheckpointConfig``,
-``EvaluationConfig``, ``LoggingConfig``, ``AutopilotConfig``, ``MixingConfig``, ``EngineConfig``.
+``EvaluationConfig``, ``LoggingConfig``, ``AutopilotConfig``, ``MixingConfig``, ``DistillConfig``,
+``EngineConfig``.
 ``megapack-pretrain --config x.yaml --set a.b=v`` reads a file and overrides fields; ``--dry-run
 --show-config`` prints the result. The classes check names, ranges and conflicts without torch.
 
@@ -55,6 +56,10 @@ class ModelConfig:
     z_loss: float = 0.0
     """Coefficient of the z-loss, the mean square of the logits' logsumexp over the labels of the
     loss (PaLM: 1e-4). Losses in the log do not contain it."""
+    replay_routes: bool = False
+    """Every token uses the experts that the column ``routes`` (named in ``data.columns``) records
+    for it, with the weights of the model's own router (``megapack.attention.routes``). Validation
+    uses the router's choices."""
     attention_backend: str = field(default="auto", metadata={"formerly": "attention"})
     """One of ``megapack.attention.BACKENDS``; auto takes the first that supports the model."""
     probe: bool = True
@@ -328,6 +333,30 @@ class MixingConfig:
             raise ConfigError("mixing: options need a rule; set rule, too")
 
 
+@dataclass(frozen=True, kw_only=True)
+class DistillConfig:
+    """Distillation from a teacher whose most likely tokens are columns (``megapack-teacher``).
+
+    The loss of a label is ``(1 - alpha) * cross entropy + alpha * temperature^2 * KL(teacher ||
+    student)`` over the teacher's most likely tokens and one bucket for all others
+    (``megapack.training.model.loss``); that of a token without a teacher is the cross entropy. The
+    log has both parts: ``loss`` and ``distillation_loss``. Validation measures the cross entropy.
+    """
+
+    alpha: float = 0.5
+    """Weight of the divergence from the teacher; 1: no cross entropy."""
+    temperature: float = 1.0
+    """Exponent ``1 / temperature`` of the probabilities of both models before they are compared."""
+    ids: str = "teacher_ids"
+    """Column of token ids."""
+    logits: str = "teacher_logits"
+    """Column of their log-probabilities."""
+
+    def __post_init__(self) -> None:
+        check_range("distill", above=0, at_most=1, alpha=self.alpha)
+        check_range("distill", above=0, at_most=1e3, temperature=self.temperature)
+
+
 # Key of DeepSpeed's configuration -> key of this configuration that sets it.
 DECIDED = {
     "train_batch_size": "data.tokens_per_step",
@@ -477,6 +506,8 @@ class PretrainConfig:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     autopilot: AutopilotConfig = field(default_factory=AutopilotConfig)
     mixing: MixingConfig = field(default_factory=MixingConfig)
+    distill: DistillConfig | None = None
+    """null: the loss is the cross entropy."""
     engine: EngineConfig = field(default_factory=EngineConfig)
 
     def __post_init__(self) -> None:
@@ -488,6 +519,13 @@ class PretrainConfig:
         self._check_allow_change()
         if self.optimizer.kind == "muon":
             self._check_muon()
+        engine = self.engine
+        if self.model.replay_routes and engine.compile and engine.activation_checkpointing:
+            raise ConfigError(
+                "model: replay_routes is true, and engine.compile and "
+                "engine.activation_checkpointing are, too; a layer that is both compiled and "
+                "recomputed cannot replay: disable one of the two"
+            )
         if self.mixing.rule is not None and self.data.blend is None:
             raise ConfigError("mixing: a rule weighs the sources of a blend; give data.blend")
         if self.autopilot.spikes and self.checkpoint.every is None:

@@ -121,7 +121,7 @@ def _packed(schedule: Schedule) -> list[str]:
                 f"groups of {name}: {m['num_groups']:,}, {m['num_cut_groups']:,} cut, "
                 f"{m['num_groups_longer_than_largest_bucket']:,} longer than the largest bucket"
             )
-        if schedule.samples.fim is not None and index.fim_room:
+        if schedule.samples.fim_room and index.fim_room:
             rows.append(
                 f"fill-in-the-middle of {name}: {m['num_documents_with_fim_room']:,} of "
                 f"{m['num_documents']:,} documents have room for {index.fim_room} tokens; the "

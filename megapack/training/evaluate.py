@@ -80,7 +80,7 @@ def evaluate(args: argparse.Namespace) -> int:
         set_rank_environment(args.local_rank)
         documents = held_out(args)
         for _, directory in args.model:
-            check_model(directory, documents, args.contexts)
+            check_documents(directory, documents, args.contexts)
         with connect_ranks(timeout_minutes=30) as world:
             scored = {
                 name: score(directory, documents, args, world) for name, directory in args.model
@@ -105,7 +105,7 @@ def evaluate(args: argparse.Namespace) -> int:
     return 0
 
 
-def check_model(directory: str, documents: HeldOut, contexts: Sequence[int]) -> None:
+def check_documents(directory: str, documents: HeldOut, contexts: Sequence[int]) -> None:
     """Raise ConfigError, before loading, if a model lacks token ids or positions of the documents.
 
     Logs a warning if the model may not have been trained on as many positions.

@@ -34,7 +34,7 @@ from megapack.training.engine.deepspeed_config import zero_3_configuration
 from megapack.training.engine.directory import RunDirectory, step_of
 from megapack.training.engine.engine import start_engine
 from megapack.training.engine.export import end_token, export_model, tokenizer_of
-from megapack.training.engine.inputs import open_inputs
+from megapack.training.engine.inputs import Inputs
 from megapack.training.engine.world import World, connect_ranks
 from megapack.training.model.architecture import model_configuration
 from megapack.training.model.opening import open_model
@@ -80,7 +80,7 @@ def export(
     """
     if args.average and config.optimizer.ema_decay is None:
         raise ConfigError(f"{config.run_dir} keeps no average of weights (optimizer.ema_decay)")
-    inputs = open_inputs(config)
+    inputs = Inputs(config)
     architecture = model_configuration(config.model, inputs.vocab_size)
     fields = model_record(architecture)
     zero_3 = zero_3_configuration(config, world.size)

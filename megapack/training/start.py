@@ -7,7 +7,6 @@ need the data, transformers or DeepSpeed run here, before ranks connect.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import sys
 import traceback
@@ -19,7 +18,7 @@ import torch
 
 from megapack.attention import choose_backend
 from megapack.config import from_dict, to_dict
-from megapack.data.resume import ORDER_FIELDS, check_record
+from megapack.data.resume import ORDER_FIELDS, check_record, rate_change
 from megapack.data.run import Decisions, read_decisions
 from megapack.errors import ConfigError, MegapackError, RankMismatchError, ResumeError, exit_code
 from megapack.training.autopilot import find_rule
@@ -32,7 +31,6 @@ from megapack.training.engine.export import end_token, export_model, tokenizer_o
 from megapack.training.engine.inputs import (
     Inputs,
     check_run,
-    open_inputs,
     run_record,
     verify_samples,
 )
@@ -100,7 +98,7 @@ def check_start(
     Returns the inputs, the transformers configuration of the model, and the tokenizer.
     """
     check_directory(config.checkpoint, run)
-    inputs = open_inputs(config)
+    inputs = Inputs(config)
     check_mixing(config, inputs)
     if config.evaluation.every is not None and not inputs.held_out:
         raise ConfigError(
@@ -215,6 +213,7 @@ def prepare(
         device=world.device,
         seed=config.seed,
         zero_3=zero_3_configuration(config, world.size),
+        distill=config.distill,
         sequence_group=world.sequence_group,
         progress=partial(world.progress.inside, "the weights of the model"),
     )
@@ -353,7 +352,7 @@ def with_decisions(
     tree = None if resume is None else resume.manifest.state.get("decisions")
     if decisions is None and tree is not None:
         decisions = from_dict(Decisions, tree, where="decisions of the checkpoint")
-    return inputs if decisions == inputs.decisions else open_inputs(config, decisions)
+    return inputs if decisions == inputs.decisions else Inputs(config, decisions)
 
 
 def check_newest(
@@ -415,23 +414,14 @@ def find_start(
         )
     saved_rate = resume.manifest.state.get("lr")
     if logs and saved_rate is not None and step < inputs.num_steps:
-        _report_rate(config, inputs.num_steps, step, saved_rate)
+        rate = config.learning_rate.at(step, num_steps=inputs.num_steps, peak=config.optimizer.lr)
+        for change in rate_change(step, rate, saved_rate):
+            logger.warning("%s", change)
     logger.info(
         "continuing at step %d from %s, written by %d ranks with ZeRO-%d",
         *(step, resume.tag, resume.manifest.world_size, resume.manifest.zero_stage),
     )
     return step, order_changes
-
-
-def _report_rate(config: PretrainConfig, num_steps: int, step: int, before: float) -> None:
-    """Log if the learning rate differs from the one that the checkpoint's run would have had."""
-    now = config.learning_rate.at(step, num_steps=num_steps, peak=config.optimizer.lr)
-    if not math.isclose(before, now, rel_tol=1e-9):
-        logger.warning(
-            "the learning rate of step %d is %.6g, and the checkpoint's run would have had %.6g: "
-            "num_steps, optimizer.lr or learning_rate changed",
-            *(step, now, before),
-        )
 
 
 def leave(world: World, run: RunDirectory, message: str, code: int) -> NoReturn:

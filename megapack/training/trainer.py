@@ -34,7 +34,7 @@ from megapack.training.config import PretrainConfig
 from megapack.training.engine.checkpoint import CheckpointStore, Resume
 from megapack.training.engine.directory import RunDirectory, append_jsonl, read_jsonl
 from megapack.training.engine.engine import train_step
-from megapack.training.engine.inputs import Inputs, open_inputs
+from megapack.training.engine.inputs import Inputs
 from megapack.training.engine.world import World
 from megapack.training.model.flops import ModelFlops
 from megapack.training.model.training_model import on_device
@@ -168,7 +168,7 @@ class Trainer:
     def set_step(self, done: int) -> None:
         """Record that ``done`` optimizer steps are complete."""
         self.done, self.tokens_seen = done, self.inputs.schedule.tokens_before(done)
-        self.run_dir.at = {"step": done, "saved": self.saved}
+        self.run_dir.steps = {"step": done, "saved": self.saved}
         self.world.progress.at(f"the end of step {done - 1}")
 
     def run(self, signals: StopSignals) -> Literal["done", "signal", "stop_at"]:
@@ -315,7 +315,7 @@ class Trainer:
             num_epochs=self.config.num_epochs, num_steps=self.inputs.num_steps
         )
         decisions = decisions.with_new(decision)
-        inputs = open_inputs(self.config, decisions)  # raises before an invalid stage is written
+        inputs = Inputs(self.config, decisions)  # raises before an invalid stage is written
         self.check_files(inputs)
         self.world.on_first(lambda: decisions.write(self.run_dir.path))
         self.decisions = decisions
@@ -332,7 +332,7 @@ class Trainer:
         stamps = self.inputs.file_stamps()
         if inputs is not None or stamps != self.stamps:
             try:
-                problem = self._difference(inputs or open_inputs(self.config, self.decisions))
+                problem = self._difference(inputs or Inputs(self.config, self.decisions))
             except (MegapackError, OSError) as error:
                 problem = str(error)
         changed = [path for path, stamp in stamps.items() if stamp != self.stamps[path]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import pytest
@@ -220,25 +221,48 @@ def test_rope_without_a_threshold_passes_at_any_length(kind: str) -> None:
 
 
 class LogN(LlamaForCausalLM):
-    """Llama whose outputs depend on the row's length from a number of the configuration on, under
-    a name that no list could have."""
+    """Llama whose outputs depend on the largest position beyond a number of its configuration, with
+    a name that no list could have, or one that is usual for other things."""
+
+    path: tuple[Any, ...]
 
     def forward(self, input_ids: Tensor, **arguments: Any) -> Any:
         result = super().forward(input_ids, **arguments)
-        if input_ids.shape[1] > self.config.plateau_of_my_own:
-            result.logits = result.logits + input_ids.shape[1] / 100
+        limit = reduce(lambda place, key: place[key], self.path, self.config.to_dict())
+        positions = arguments.get("position_ids")
+        length = input_ids.shape[1] if positions is None else int(positions.max()) + 1
+        if length > limit:
+            result.logits = result.logits + length / 100
         return result
 
 
-def test_a_threshold_is_found_under_any_name() -> None:
+@pytest.mark.parametrize(
+    ("field", "value", "path"),
+    [
+        ("plateau_of_my_own", 2000, ()),
+        ("plateau_of_my_own", 2000.5, ()),
+        ("plateaus", {"of": [{"my_own": 2000}]}, ("of", 0, "my_own")),
+        ("sliding_window", 2000, ()),
+        ("attention_chunk_size", 2000, ()),
+        ("rope_hidden_size", 2000, ()),
+        ("num_long_experts", 2000, ()),
+        ("switch_layers", 2000, ()),
+        ("long_head_dim", 2000, ()),
+    ],
+)
+def test_a_threshold_is_found_under_any_name(field: str, value: Any, path: Any) -> None:
     register("eager")
-    configuration = AutoConfig.for_model("llama", plateau_of_my_own=2000)
+    configuration = AutoConfig.for_model("llama", **{field: value})
+    kind = type("LogN", (LogN,), {"path": (field, *path)})
 
     def of_class(tiny: Any, implementation: str) -> Any:
-        return LogN._from_config(tiny, attn_implementation=implementation)
+        return kind._from_config(tiny, attn_implementation=implementation)
 
-    with pytest.raises(ConfigError, match=r"plateau_of_my_own \(2000\)"):
-        check_positions(configuration, attention="megapack", build=of_class, longest=4000)
+    how: Any = {"attention": "megapack", "build": of_class}
+    check_positions(configuration, **how, longest=2000)
+    name = str((field, *path)[-1])
+    with pytest.raises(ConfigError, match=rf"{name} \(2000(\.5)?\)"):
+        check_positions(configuration, **how, longest=4000)
 
 
 # --- what it leaves alone ---

@@ -185,7 +185,7 @@ def scaled_logits(
         segments = SegmentPlaces.of(batch)
         ends = torch.cat([segments.begins, torch.tensor([batch["tokens"].numel()])])
         positions = torch.arange(batch["tokens"].numel()) - segments.begins.repeat_interleave(
-            segments.rooms
+            segments.padded_lengths
         )
         found = scale(positions, batch["tokens"].numel())
         return plain(batch["tokens"], ends) * (1.0 if found <= threshold else found)

@@ -278,7 +278,7 @@ def test_documents_above_the_limit_are_cut(
 def test_run_is_simulated_with_its_own_assignment(folder: Path) -> None:
     peer("torch")  # which megapack.data needs
     from megapack.config import load_config  # noqa: PLC0415
-    from megapack.data.run import open_run  # noqa: PLC0415
+    from megapack.data.run import OpenRun  # noqa: PLC0415
     from megapack.training.config import PretrainConfig  # noqa: PLC0415
 
     words = ("--data-parallel", "4", "--linear-cost-tokens", "50", "--steps", "9")
@@ -286,7 +286,7 @@ def test_run_is_simulated_with_its_own_assignment(folder: Path) -> None:
     assert found["max_tokens"] == 1024 and found["steps"] == 9
     row = found["assignments"][0]
     assert row["assignment"] == "the run's schedule"
-    opened = open_run(load_config(PretrainConfig, folder / "run.yaml", []))
+    opened = OpenRun(load_config(PretrainConfig, folder / "run.yaml", []))
     sampler = opened.sampler(0, 4)
     time = useful = 0.0
     for i in range(9):

@@ -90,7 +90,7 @@ def test_the_documents_of_a_step(config: Path) -> None:
 
 def test_fim_documents_show_their_cuts(config: Path, tmp_path: Path) -> None:
     """Their text equals the batches of training, also with --ranks."""
-    from megapack.data.run import open_run  # noqa: PLC0415
+    from megapack.data.run import OpenRun  # noqa: PLC0415
     from megapack.training.config import PretrainConfig  # noqa: PLC0415
 
     folder = config.parent
@@ -108,7 +108,7 @@ def test_fim_documents_show_their_cuts(config: Path, tmp_path: Path) -> None:
     run = yaml.safe_load(config.read_text())
     run["data"]["blend"] = str(tmp_path / "blend.yaml")
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
-    opened = open_run(from_dict(PretrainConfig, run))
+    opened = OpenRun(from_dict(PretrainConfig, run))
 
     def told(step: int) -> int:
         batches = [b for rank in range(2) for b in opened.sampler(rank, 2).micro_batches(step)]

@@ -16,6 +16,7 @@ from megapack.cli.main import COMMANDS, build_parser
 
 ALL = sorted(COMMANDS)
 READ_DATASETS = {"pack", "compare", "merge", "verify", "repair", "inspect", "upload"}
+EDIT = {"column"}
 READ_RUNS = {"trace", "report", "simulate"}
 WRITE = {"tokenize", "train-tokenizer", "pack", "arrange", "compare", "merge", "import", "export"}
 # Spellings that another option has replaced.
@@ -23,7 +24,7 @@ GIVEN_UP = ("--document-end-token", "--force", "--output-file", "--num-workers",
 SHARED = {
     *("--overwrite", "--dry-run", "--json", "--threads", "--workers", "--seed", "--output-prefix"),
     *("--output", "--tokenizer", "--eod-token", "--vocab-size", "--dtype", "--set"),
-    *("--alignment", "--fim-room", "--groups"),
+    *("--alignment", "--fim-room", "--groups", "--column"),
 }
 
 
@@ -41,7 +42,7 @@ def _meaning(action: argparse.Action) -> tuple[object, ...]:
 
 
 def test_every_command_reads_datasets_or_runs_or_writes() -> None:
-    assert set(COMMANDS) == READ_DATASETS | WRITE | READ_RUNS
+    assert set(COMMANDS) == READ_DATASETS | WRITE | READ_RUNS | EDIT
 
 
 def test_no_option_has_two_meanings() -> None:

@@ -51,10 +51,40 @@ struct Corpus {
         shard.samples.segment_document = {document.data(), 5, false};
         shard.samples.segment_begin = {begin.data(), 5, false};
         shard.samples.segment_length = {length.data(), 5, false};
+        // Two columns whose rows are the tokens themselves.
+        const auto* rows = reinterpret_cast<const std::uint8_t*>(tokens.data());
+        shard.columns.assign(2, {rows, 2 * ssize(tokens), 2});
         check_shard(shard);
         return shard;
     }
 };
+
+// Columns of the token, of the target, and one that the shard lacks.
+const std::vector<CarriedColumn> kColumns{
+    {{0xff, 0xff}, false}, {{0xff, 0xff}, true}, {{1, 2, 3}, true}};
+
+struct Rows {
+    explicit Rows(std::int64_t num_tokens)
+        : of_token(2 * num_tokens), of_target(2 * num_tokens), missing(3 * num_tokens) {}
+
+    std::vector<Span<std::uint8_t>> spans() { return {of_token, of_target, missing}; }
+
+    std::vector<std::uint8_t> of_token, of_target, missing;
+};
+
+// Tokens of the corpus are from 100 on, inserted ones up to 7: these and places without a token or
+// label have the fill row.
+void check_columns(const Rows& rows, const std::vector<std::int64_t>& tokens,
+                   const std::vector<std::int64_t>& labels) {
+    const auto are_rows = [](const std::vector<std::uint8_t>& column, const auto& values) {
+        for (std::size_t i = 0; i < values.size(); ++i)
+            if (column[2 * i] + 256 * column[2 * i + 1] != (values[i] > 7 ? values[i] : 0xffff))
+                return false;
+        return true;
+    };
+    REQUIRE(are_rows(rows.of_token, tokens) && are_rows(rows.of_target, labels));
+    for (std::size_t i = 0; i < rows.missing.size(); ++i) REQUIRE(rows.missing[i] == i % 3 + 1);
+}
 
 // One shard of three samples; ids are sample numbers.
 const std::vector<std::int64_t> kFirstIds{0, 3}, kShards{0}, kFirstSamples{0};
@@ -67,7 +97,8 @@ struct Batch {
 };
 
 Batch gather(const Shard& shard, const std::vector<std::int64_t>& ids, GatherShape shape,
-             const GatherOptions& options) {
+             GatherOptions options) {
+    options.columns = kColumns;
     const std::vector<Shard> shards{shard};
     const std::vector<SampleRef> refs = locate_samples(kRuns, ids);
     Batch batch{{}, {}, {}, {}, plan_gather(shards, refs, shape, options)};
@@ -76,7 +107,10 @@ Batch gather(const Shard& shard, const std::vector<std::int64_t>& ids, GatherSha
     batch.labels.assign(size, -7);
     batch.positions.assign(size, -7);
     batch.mask.assign(size, -7.0F);
-    fill_gather(batch.plan, options, {batch.tokens, batch.labels, batch.mask, batch.positions});
+    Rows rows(shape.num_tokens());
+    fill_gather(batch.plan, options,
+                {batch.tokens, batch.labels, batch.mask, batch.positions, rows.spans()});
+    check_columns(rows, batch.tokens, batch.labels);
     REQUIRE(count_labels(shards, refs, options).size() == ids.size());
     return batch;
 }
@@ -151,13 +185,16 @@ void test_fim() {
         const auto refs = locate_samples(kRuns, std::vector<std::int64_t>{0, 1, 2}, &view);
         GatherOptions options;
         options.transform = &fim;
+        options.columns = kColumns;
         options.loss = round % 7 ? Loss::kTokenMean : Loss::kSequenceMean;
         options.label_boundary = round % 2 ? Extent::kSample : Extent::kDocument;
         const GatherShape shape{1, 72, 24};
         const GatherPlan plan = plan_gather(shards, refs, shape, options);
         std::vector<std::int64_t> tokens(72), labels(72), positions(72);
         std::vector<float> mask(72);
-        fill_gather(plan, options, {tokens, labels, mask, positions});
+        Rows rows(72);
+        fill_gather(plan, options, {tokens, labels, mask, positions, rows.spans()});
+        check_columns(rows, tokens, labels);
         std::int64_t counted = 0;
         for (const auto& total : count_labels(shards, refs, options)) counted += total.labels;
         REQUIRE(counted == ssize(labels) - std::count(labels.begin(), labels.end(), -100));
@@ -272,6 +309,19 @@ void test_damaged_arrays() {
 
 void test_refused_shapes() {
     const Corpus corpus;
+    Shard shard = corpus.shard();
+    shard.columns[1].num_bytes -= 1;
+    REQUIRE(refuses<FormatError>([&] { check_shard(shard); }));
+    const GatherOptions options{{}, {}, {}, {}, 1, 0, nullptr, kColumns};
+    const std::vector<Shard> shards{corpus.shard()};
+    const auto refs = locate_samples(kRuns, std::vector<std::int64_t>{0});
+    const GatherPlan plan = plan_gather(shards, refs, {1, 8, 8}, options);
+    std::vector<std::int64_t> numbers(8);
+    std::vector<float> mask(8);
+    Rows few(7);
+    REQUIRE(refuses(
+        [&] { fill_gather(plan, options, {numbers, numbers, mask, numbers, few.spans()}); }));
+    REQUIRE(refuses([&] { fill_gather(plan, options, {numbers, numbers, mask, numbers}); }));
     const GatherShape shapes[] = {
         {0, 8, 8}, {1, 8, 0}, {1, 4, 8}, {1 << 20, 1 << 20, 8}, {1, 8, 8}};
     for (const GatherShape& shape : shapes)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from megapack import _core
 from megapack.data import PackedDataset, PackedLoader, Schedule, build_loader
@@ -16,6 +20,8 @@ from megapack.packing.metrics import DocumentTotals
 from megapack.packing.shard_packing import pack_shards, plan_packing
 from megapack.packing.sharded import ShardedIndex, load_shards
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
+from megapack.storage.columns import DTYPES, ColumnSpec, ColumnWriter
+from tests.reference.gather import Column
 
 Segment = tuple[int, int, int]  # document, begin, length
 STEP_TOKENS = 64 * 8
@@ -137,3 +143,51 @@ def small_loader(data: PackedDataset, rank: int = 0, size: int = 2, **options: A
     schedule = options.pop("schedule", None)
     schedule = schedule or Schedule(data, tokens_per_step=STEP_TOKENS, seed=2)
     return build_loader(data, schedule, **of_rank(rank, size, **{"num_steps": 6, **options}))
+
+
+# ---- Columns
+
+
+def write_columns(
+    prefix: Path | str, columns: Mapping[str, tuple[ColumnSpec, NDArray[Any]]]
+) -> None:
+    """Write columns, given as stored rows, next to a dataset that has none."""
+    path = Path(f"{prefix}.meta.json")
+    meta = json.loads(path.read_text())
+    meta["columns"] = {}
+    for name, (spec, rows) in columns.items():
+        writer = ColumnWriter(prefix, name, spec)
+        writer.append(rows)
+        meta["columns"][name] = writer.finish()
+        writer.target.take_name()
+    path.write_text(json.dumps(meta))
+
+
+@st.composite
+def column_specs(draw: st.DrawFn, most_bytes: int = 4096) -> ColumnSpec:
+    """Draw the type of a column with rows of 1 to ``most_bytes`` bytes."""
+    dtype = draw(st.sampled_from(DTYPES))
+    itemsize = np.dtype("uint16" if dtype == "bfloat16" else dtype).itemsize
+    shapes = [(), (), (1,), (3,), (8,), (6, 32), (2, 1, 5), (61,), (most_bytes // itemsize,)]
+    shape = draw(st.sampled_from([s for s in shapes if math.prod(s) * itemsize <= most_bytes]))
+    fill, of = draw(st.sampled_from([0, 1, 7, 100])), draw(st.sampled_from(["token", "target"]))
+    return ColumnSpec(dtype=dtype, shape=shape, fill=fill, of=of)
+
+
+def random_rows(spec: ColumnSpec, num_tokens: int, seed: int = 0) -> NDArray[Any]:
+    """Return rows of random bits, as stored: also NaN and infinite numbers."""
+    data = np.random.default_rng(seed).bytes(num_tokens * spec.row_bytes)
+    return np.frombuffer(data, spec.numpy_dtype).reshape(num_tokens, *spec.shape)
+
+
+def column_of(spec: ColumnSpec, rows: NDArray[Any], lengths: Sequence[int]) -> Column:
+    """Return a column of documents with these lengths for the reference."""
+    ends = np.cumsum(lengths).tolist()
+    of_documents = [
+        [row.tobytes() for row in rows[end - n : end]] for end, n in zip(ends, lengths, strict=True)
+    ]
+    return Column(of_documents, spec.fill_row.tobytes(), spec.of)
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -106,7 +106,7 @@ def expected_documents(
             whole = 1 < length == len(original) <= max(BUCKETS) - 4
             shown = original[begin : begin + length]
             if whole and definition.unit(key, 0) < rate:
-                shown = [token for token, _ in definition.transform_document(original, fim, key)]
+                shown = [token for token, *_ in definition.transform_document(original, fim, key)]
             result.append(shown)
     return result
 
@@ -272,7 +272,7 @@ def test_unsuitable_sources_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"fim is not configured: .*\.\.\.} in the manifest"):
         schedule_of(PackedDataset(dataset, index, label_dataset=None, fim_rates=[0.5]))
     stages = [Stage(from_step=1, fim_rates={"other": 0.5})]
-    with pytest.raises(ConfigError, match="gives a rate of fim to 'other'"):
+    with pytest.raises(ConfigError, match="gives a rate of fill-in-the-middle to 'other'"):
         schedule_of(PackedDataset(dataset, index, label_dataset=None, fim=FIM, stages=stages))
 
 

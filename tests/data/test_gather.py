@@ -27,13 +27,24 @@ from megapack.data import (
     segment_ids,
 )
 from megapack.data import documents as vocabulary
+from megapack.data.batch import column_names
 from megapack.data.fim import Fim as CoreFim
 from megapack.data.steps import StepView
 from megapack.errors import ConfigError, FormatError, IndexMismatchError
 from megapack.packing import SampleIndex, pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from megapack.storage.builder import write_weights
-from tests.data.corpora import index_of, packed_as, random_documents, write_documents
+from tests.data.corpora import (
+    bytes_of,
+    column_of,
+    column_specs,
+    index_of,
+    packed_as,
+    random_documents,
+    random_rows,
+    write_columns,
+    write_documents,
+)
 from tests.reference import gather as reference
 from tests.reference.fim import Fim, Parts, transformed
 
@@ -88,6 +99,7 @@ def corpora(draw: st.DrawFn, with_fim: bool = False) -> dict[str, Any]:
         "chosen": fim is None and draw(st.booleans()),
         "joined": {(i, s) for i, s in joined if s},
         "weighed": draw(st.booleans()),
+        "columns": draw(st.lists(column_specs(), max_size=4)),
         "factors": draw(st.none() | st.permutations([0.0, 0.5, 2.0, 3.0, 1.25, 0.3])),
         "loss": draw(st.sampled_from(["token_mean", "sequence_mean"])),
         "window": draw(st.sampled_from([None, None, alignment, 3 * alignment, 16 * alignment])),
@@ -160,6 +172,12 @@ def _weigh(documents: list[list[int]]) -> list[list[float]]:
     return [[sizes[(t + i) % 8] for i, t in enumerate(document)] for document in documents]
 
 
+def _columns(case: dict[str, Any]) -> dict[str, Any]:
+    """Return type and random rows of every column by name."""
+    size = sum(map(len, case["documents"]))
+    return {f"c{i}": (spec, random_rows(spec, size, i)) for i, spec in enumerate(case["columns"])}
+
+
 def _open(folder: Path, case: dict[str, Any]) -> PackedDataset:
     documents = case["documents"]
     dataset = write_documents(folder / "docs", documents, case["dtype"])
@@ -167,8 +185,13 @@ def _open(folder: Path, case: dict[str, Any]) -> PackedDataset:
         write_documents(folder / "docs.labels", _choose(documents), "int32")
     if case["weighed"]:
         write_weights(folder / "docs", _weigh(documents))
+    columns = _columns(case)
+    if columns:
+        write_columns(folder / "docs", columns)
+        dataset = IndexedDataset(folder / "docs")
     index = samples_of(case)
-    packed = PackedDataset(dataset, index, loss=case["loss"], **case["options"])
+    options = {"loss": case["loss"], "columns": list(columns), **case["options"]}
+    packed = PackedDataset(dataset, index, **options)
     if case["fim"] is not None:  # without tokenizer and manifest
         fim = core_fim(case["fim"]["fim"])
         packed._connect([index], packed.samples.mixture, fim=fim)
@@ -208,9 +231,12 @@ def test_micro_batch_is_as_defined(
     options = {name: case[name] for name in ("factors", "loss", "joined", "window")}
     options["chosen"] = _choose(documents) if case["chosen"] else None
     options["weights"] = _weigh(documents) if case["weighed"] else None
+    columns = _columns(case)
+    lengths = [len(document) for document in documents]
+    options["columns"] = {n: column_of(*column, lengths) for n, column in columns.items()}
     draws = {}
     if case["fim"] is not None:
-        given = {**case["fim"], "weights": options["weights"]}
+        given = {**case["fim"], **{n: options[n] for n in ("weights", "columns")}}
         documents, options["weights"], samples, which = transformed(documents, samples, **given)
         epochs, rates = (np.array(given[name])[ids] for name in ("epochs", "rates"))
         draws = {"epochs": epochs, "fim_rates": rates, "seed": given["fim"].seed}
@@ -243,6 +269,11 @@ def test_micro_batch_is_as_defined(
     for name in TENSORS:
         assert batch[name].shape == shape
         assert batch[name].flatten().tolist() == getattr(expected, name), name
+    assert sorted(column_names(batch)) == list(columns)
+    for name, (spec, _) in columns.items():
+        assert batch[name].shape == (*shape, *spec.shape)
+        assert batch[name].dtype == getattr(torch, spec.dtype)
+        assert bytes_of(batch[name]) == b"".join(expected.columns[name]), name
     assert batch["cu_seqlens"].dtype == torch.int32
     assert batch["max_seqlen"] == max(expected.rooms)
     for name, source_name in (("cu_seqlens", "lengths"), ("cu_seqlens_padded", "rooms")):

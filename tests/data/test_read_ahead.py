@@ -121,8 +121,9 @@ def test_requests_stop_when_disks_are_not_read(depth: int, monkeypatch: pytest.M
     monkeypatch.setattr(read_ahead, "_num_reads", lambda: reads)
     given = []
 
-    def prefetch(ids: NDArray[np.int64]) -> None:
+    def prefetch(ids: NDArray[np.int64]) -> int:
         asked.extend(ids.tolist())
+        return 4096
 
     dataset: Any = SimpleNamespace(disable_readahead=lambda: None, prefetch=prefetch)
     for item in read_ahead.prefetch_local(micro_batches(1000), dataset, depth):

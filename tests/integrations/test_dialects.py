@@ -16,8 +16,9 @@ from torch import Tensor
 from megapack.data import BatchLayout, PackedDataset
 from megapack.data.steps import StepView
 from megapack.errors import ConfigError
-from megapack.integrations.dialects import DIALECTS, Dialect, LossTerms, emit
+from megapack.integrations.dialects import DIALECTS, Dialect, LossTerms, check_columns, emit
 from megapack.packing import pack
+from megapack.storage.columns import RESERVED
 from tests.integrations.samples import make_dataset
 
 NAMES = sorted(DIALECTS)
@@ -229,3 +230,21 @@ def test_dialects_support_or_refuse_aligned_segments(tmp_path: Any) -> None:
         assert all(begin % 4 == 0 for begin, _ in segments)
         whole = {length for _, length in segments}
         assert {5, 9, 3, 7} <= whole
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(made=batches())
+def test_dialects_carry_or_refuse_columns(name: str, made: Made) -> None:
+    dialect, (batch, _) = DIALECTS[name], made
+    experts = torch.arange(batch["tokens"].numel() * 3).view(*batch["tokens"].shape, 3)
+    with_column = {**batch, "experts": experts}
+    if not dialect.columns:
+        with pytest.raises(ConfigError, match=f"{dialect.name} passes only .* column experts"):
+            emit(with_column, dialect)
+        return
+    told = emit(with_column, dialect)
+    assert torch.equal(told.pop("experts"), experts) and told.keys() == emit(batch, dialect).keys()
+    check_columns(["experts"], dialect)
+    if dialect.ends[0] not in RESERVED:
+        with pytest.raises(ConfigError, match=f"column {dialect.ends[0]} has a name of"):
+            emit({**batch, dialect.ends[0]: experts}, dialect)

@@ -43,6 +43,16 @@ def test_flattening_keeps_segments_and_drops_padding_entries(rows: list[list[int
     assert restarts.tolist() == flat["cu_seqlens"][:-1].tolist()
 
 
+def test_columns_are_flattened_and_refused_by_get_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{**row, "experts": torch.rand(16, 2, 3)} for row in ROWS]
+    flat = flatten_rows(default_collate(rows))
+    assert torch.equal(flat["experts"][0], torch.cat([row["experts"] for row in rows]))
+    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: 1)
+    with pytest.raises(ConfigError, match="the data has columns experts, and Megatron's get_batch"):
+        get_batch(iter([default_collate(rows)]))
+
+
 def test_packed_parameters_refuse_wrong_shapes_and_dtypes() -> None:
     cu_seqlens = torch.tensor([[0, 3, 8]], dtype=torch.int32)
     params = to_packed_seq_params(cu_seqlens, torch.tensor(5))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,8 @@ from megapack.integrations.hosts.megatron.dataset import (
     PackedGPTDataset,
     context_parallel_alignment,
 )
+from megapack.storage.columns import ColumnSpec
+from tests.data.corpora import random_rows, write_columns
 from tests.integrations.harness import run_ranks
 from tests.integrations.samples import Tokenizer, make_dataset
 
@@ -109,6 +112,21 @@ def test_row_has_the_keys_of_the_packed_sequence_path(corpus: Path, tmp_path: Pa
     assert batch["tokens"].shape == (4, ROW)
     assert batch["cu_seqlens"].shape == (4, ROW + 1) and batch["cu_seqlens"].dtype == torch.int32
     assert batch["max_seqlen"].shape == (4,) and batch["max_seqlen"].dtype == torch.int32
+
+
+def test_rows_carry_columns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    dataset = make_dataset(tmp_path, [20, 40, 7, 64, 100, 30] * 40, "web")
+    spec = ColumnSpec(dtype="uint8", shape=(6, 2), fill=255)
+    write_columns(tmp_path / "web", {"experts": (spec, random_rows(spec, dataset.num_tokens))})
+    manifest = {"sources": [{"prefix": str(tmp_path / "web")}], "buckets": BUCKETS}
+    manifest |= {"rows_per_block": GLOBAL_BATCH, "columns": ["experts"]}
+    logging.getLogger("megapack").propagate = True
+    with caplog.at_level(logging.WARNING):
+        train, *_ = build(config(json.dumps(manifest), tmp_path), [40, 0, 0])
+    assert "columns experts, which Megatron's own get_batch does not return" in caplog.text
+    batch = next(iter(DataLoader(train, batch_size=4, num_workers=1)))
+    assert batch["experts"].shape == (4, ROW, 6, 2) and batch["experts"].dtype == torch.uint8
+    assert torch.equal(batch["experts"][2], train.rows[2]["experts"])
 
 
 def test_padding_row_has_no_loss(corpus: Path, tmp_path: Path) -> None:

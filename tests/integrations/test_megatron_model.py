@@ -16,7 +16,10 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.utils.data import default_collate
@@ -50,9 +53,12 @@ def config(**changes: Any) -> TransformerConfig:
 
 def model(position_embedding: str, **changes: Any) -> GPTModel:
     torch.manual_seed(0)
+    options, spec = config(**changes), with_packed_attention(get_gpt_layer_local_spec())
+    mtp = get_gpt_mtp_block_spec(options, spec, False) if options.mtp_num_layers else None
     return GPTModel(
-        config=config(**changes),
-        transformer_layer_spec=with_packed_attention(get_gpt_layer_local_spec()),
+        config=options,
+        transformer_layer_spec=spec,
+        mtp_block_spec=mtp,
         vocab_size=VOCABULARY,
         max_sequence_length=64,
         position_embedding_type=position_embedding,
@@ -117,6 +123,32 @@ def test_a_packed_row_gives_the_loss_and_gradients_of_its_documents(free_port: i
     [found] = run_ranks(_packed_against_single, 1, free_port)
     for case, (loss_error, gradient_error) in zip(CASES, found, strict=True):
         assert loss_error < 1e-6 and gradient_error < 1e-5, case
+
+
+def _masked_labels(rank: int, world_size: int) -> list[float]:
+    """Return the change of the gradients if a masked label changes, and if another does."""
+    parallel_state.initialize_model_parallel()
+    gpt = model("rope", mtp_num_layers=2)
+    masked = {**make_row(LENGTHS), "labels": torch.arange(64) * 7 % VOCABULARY}
+    masked["loss_mask"][30:35] = 0
+    found = []
+    with mock.patch("torch.cuda.current_device", lambda: "cpu"):
+        for changed in (None, 32, 40):
+            labels = masked["labels"].clone()
+            if changed is not None:
+                labels[changed] += 1
+            _step(gpt, default_collate([{**masked, "labels": labels}]))[0].backward()
+            found.append(gradients(gpt))
+    names = [name for name in found[0] if name.startswith("mtp.")]
+    assert len(names) > 10
+    before, *after = found
+    return [max(float((now[n] - before[n]).abs().max()) for n in names) for now in after]
+
+
+@pytest.mark.multiprocess
+def test_multi_token_prediction_ignores_masked_labels(free_port: int) -> None:
+    [(of_masked, of_other)] = run_ranks(_masked_labels, 1, free_port)
+    assert of_masked == 0 < of_other
 
 
 def _plain_rows(rank: int, world_size: int) -> float:

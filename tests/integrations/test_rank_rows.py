@@ -13,11 +13,19 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from megapack.errors import ConfigError, ResumeError
-from megapack.integrations.dialects import OLMO_CORE, TORCHTITAN, TORCHTITAN_ROWS, Dialect
+from megapack.integrations.dialects import (
+    MEGATRON,
+    OLMO_CORE,
+    TORCHTITAN,
+    TORCHTITAN_ROWS,
+    Dialect,
+)
 from megapack.integrations.rows.dataset import RowDataset, RowOptions
 from megapack.integrations.rows.open_rows import open_data_path
 from megapack.integrations.rows.rank_rows import RankRows
 from megapack.storage import IndexedDataset
+from megapack.storage.columns import ColumnSpec
+from tests.data.corpora import random_rows, write_columns
 from tests.integrations.samples import make_dataset
 
 ROW, BLOCK, NUM_BLOCKS = 64, 12, 5
@@ -68,6 +76,17 @@ def test_steps_hold_the_same_rows_for_any_ranks_micro_batches_and_workers(
         numbers = range(k * size * micro_batch, (k + 1) * size * micro_batch)
         assert torch.equal(torch.cat(micro_step), rows.micro_batch(numbers)["tokens"])
         assert len({rows.bucket_of(i) for i in numbers}) == 1
+
+
+def test_a_host_that_drops_columns_is_refused_before_training(tmp_path: Path) -> None:
+    corpus = make_dataset(tmp_path, [20, 40, 7, 64, 100, 30] * 20)
+    spec = ColumnSpec(dtype="uint8", shape=(6,))
+    write_columns(corpus.prefix, {"experts": (spec, random_rows(spec, corpus.num_tokens))})
+    rows = rows_of(corpus, columns=["experts"])
+    with pytest.raises(ConfigError, match="torchtitan passes only its own keys to the model"):
+        ranks_of(rows, 1, 1)
+    (megatron,) = ranks_of(rows, 1, 2, MEGATRON)
+    assert next(iter(megatron))["experts"].shape == (2, ROW, 6)
 
 
 def test_state_resumes_on_other_ranks_and_is_equal_on_all(corpus: IndexedDataset) -> None:

@@ -34,6 +34,8 @@ from megapack.integrations.hosts.transformers import (
 )
 from megapack.packing import pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
+from megapack.storage.columns import ColumnSpec
+from tests.data.corpora import random_rows, write_columns
 from tests.integrations.harness import run_ranks
 from tests.integrations.samples import make_dataset
 
@@ -130,6 +132,29 @@ def arguments(folder: Path, **changes: Any) -> TrainingArguments:
         "disable_tqdm": True,
     }
     return TrainingArguments(**{**options, **changes})
+
+
+def test_a_loss_of_your_own_gets_columns_and_the_model_does_not(tmp_path: Path) -> None:
+    dataset = make_dataset(tmp_path, [20, 40, 7, 64, 30] * 20)
+    index = pack(dataset.document_lengths, buckets=[16, 32, 64])
+    index.save(tmp_path / "text.samples", source=dataset)
+    spec = ColumnSpec(dtype="bfloat16", shape=(5,), of="target")
+    write_columns(tmp_path / "text", {"logits": (spec, random_rows(spec, dataset.num_tokens))})
+    data = PackedDataset(tmp_path / "text", tmp_path / "text.samples", columns=["logits"])
+    batches = MicroBatches(data, Schedule(data, tokens_per_step=STEP), micro_batch_tokens=MICRO)
+    shapes = []
+
+    class Distilling(PackedTrainer):
+        def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **how: Any) -> Any:
+            shapes.append((inputs["logits"].shape, inputs["logits"].dtype))
+            return super().compute_loss(model, inputs, *args, **how)
+
+    model = tiny_llama()
+    seen: set[str] = set()
+    model.register_forward_pre_hook(lambda m, a, inputs: seen.update(inputs), with_kwargs=True)
+    Distilling(model=model, args=arguments(tmp_path, max_steps=1), train_dataset=batches).train()
+    assert set(shapes) == {((1, MICRO, 5), torch.bfloat16)}
+    assert "input_ids" in seen and "logits" not in seen
 
 
 def test_inputs_have_the_names_of_flash_attention(folder: Path) -> None:
@@ -454,7 +479,9 @@ def test_run_resumes_only_with_its_own_schedule(folder: Path, tmp_path: Path) ->
     assert trainer.train().global_step == 4  # a separate run
 
 
-def test_changed_model_or_argument_is_refused_at_resume(folder: Path, tmp_path: Path) -> None:
+def test_changed_model_or_argument_is_refused_at_resume(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def train(steps: int, allow: tuple[str, ...] = (), act: str = "silu", **changes: Any) -> None:
         model = tiny_llama()
         model.config.hidden_act = act
@@ -471,6 +498,15 @@ def test_changed_model_or_argument_is_refused_at_resume(folder: Path, tmp_path: 
     with pytest.raises(ResumeError, match=r"args.weight_decay was 0.0 and is 0.5"):
         train(2, weight_decay=0.5)
     train(2, ("args.weight_decay",), weight_decay=0.5, logging_steps=7)
+    # Trainer keeps the checkpoint's rate for the next step (2), and uses the scheduler's then.
+    assert "the learning rate" not in caplog.text
+    train(4, ("args.weight_decay", "args.lr_scheduler_type"), lr_scheduler_type="linear")
+    assert "the learning rate of step 3 is 0.025, and the checkpoint's run would have had 0.1" in (
+        caplog.text
+    )
+    caplog.clear()
+    train(8, ("args.weight_decay",), lr_scheduler_type="linear")
+    assert "of step 5 is 0.0375, and the checkpoint's run would have had 0:" in caplog.text
 
 
 def test_wrong_numbers_are_refused_with_the_right_ones(

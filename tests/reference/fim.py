@@ -12,12 +12,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from reference.gather import Column
 from reference.random import fold_key, random_bits, unit
 
 PURPOSE = 6  # number of this use of the seed
 
 Segment = tuple[int, int, int]  # document, begin, length
-Told = list[tuple[int, int]]  # token, and the token of the document with the same weight
+# Token, the token of the document with the same weight, and whether it is that token.
+Told = list[tuple[int, int, bool]]
 
 
 class Parts(NamedTuple):
@@ -68,13 +70,13 @@ def transform_document(tokens: list[int], fim: Fim, key: int) -> Told:
     else:
         parts = [[fim.prefix], prefix, [fim.suffix], suffix, [fim.middle], middle]
     parts += [[fim.end]] if fim.end is not None else []
-    parts += [[(tokens[-1], len(tokens) - 1)]] if ends else []
+    parts += [[(tokens[-1], len(tokens) - 1, True)]] if ends else []
     # A sentinel has the weight of the next token, or of the last one.
     result: Told = []
     at = next(one[-1][1] for one in reversed(parts) if one and isinstance(one[-1], tuple))
     for one in (one for part in reversed(parts) for one in reversed(part)):
-        token, at = one if isinstance(one, tuple) else (one, at)
-        result.append((token, at))
+        token, at, is_own = one if isinstance(one, tuple) else (one, at, False)
+        result.append((token, at, is_own))
     return result[::-1]
 
 
@@ -120,11 +122,11 @@ def between(body: list[int], fim: Fim, begin: Cut, end: Cut) -> Told:
     result: Told = []
     (t, inside), (last, until) = begin, end
     if inside:
-        result += [(token, t) for token in (fim.parts or {})[body[t], inside].right]
+        result += [(token, t, False) for token in (fim.parts or {})[body[t], inside].right]
         t += 1
-    result += [(body[i], i) for i in range(t, last)]
+    result += [(body[i], i, True) for i in range(t, last)]
     if until:
-        result += [(token, last) for token in (fim.parts or {})[body[last], until].left]
+        result += [(token, last, False) for token in (fim.parts or {})[body[last], until].left]
     return result
 
 
@@ -147,9 +149,11 @@ def transformed(
     epochs: list[int],
     rates: list[float],
     weights: list[list[float]] | None = None,
+    columns: dict[str, Column] | None = None,
     first_document: int = 0,
 ) -> Transformed:
-    """Return samples with transformed documents, which are appended to the others.
+    """Return samples with transformed documents, which are appended to the others, also to
+    ``columns``.
 
     Args:
         longest: tokens of the longest document that has room.
@@ -168,7 +172,10 @@ def transformed(
             new_tokens = transform_document(documents[d], fim, key)
             result.samples[-1].append((len(result.documents), 0, len(new_tokens)))
             result.which.append((i, s))
-            result.documents.append([token for token, _ in new_tokens])
+            result.documents.append([token for token, _, _ in new_tokens])
             if weights is not None and result.weights is not None:
-                result.weights.append([weights[d][at] for _, at in new_tokens])
+                result.weights.append([weights[d][at] for _, at, _ in new_tokens])
+            for column in (columns or {}).values():
+                rows = column.rows[d]
+                column.rows.append([rows[at] if own else column.fill for _, at, own in new_tokens])
     return result

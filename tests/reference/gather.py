@@ -12,6 +12,15 @@ NO_LABEL = -100
 Segment = tuple[int, int, int]  # document, begin, length
 
 
+@dataclass(frozen=True)
+class Column:
+    """Rows per token of every document; ``fill``: a row for places without one."""
+
+    rows: list[list[bytes]]
+    fill: bytes
+    of: str = "token"
+
+
 @dataclass
 class Batch:
     """Rows joined to one list; cu_seqlens of the whole and of every row."""
@@ -22,6 +31,7 @@ class Batch:
     position_ids: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)  # of attention segments, without padding
     rooms: list[int] = field(default_factory=list)  # with the padding that aligns the next one
+    columns: dict[str, list[bytes]] = field(default_factory=dict)
 
     def write(self, tokens: list[int], labels: list[int], first: int, mask: list[float]) -> None:
         self.tokens += tokens
@@ -68,6 +78,7 @@ def gather(
     weights: list[list[float]] | None = None,
     factors: list[float] | None = None,
     window: int | None = None,
+    columns: dict[str, Column] | None = None,
     **rules: str | int,
 ) -> Batch:
     """Lay samples out in rows, ``row_tokens // capacity`` equal slots in each.
@@ -83,10 +94,12 @@ def gather(
         weights: per document, the factor on the loss of predicting each of its tokens.
         factors: of every sample, on its loss mask.
         window: attention window, tokens; None: no limit.
+        columns: a column ``of`` the token has the token's row; one of the target has the row of the
+            token that is the label, whether or not a label is chosen.
         rules: see Rules. Unless loss is "token_mean", the weights of a sequence (a segment) are
             divided by their sum.
     """
-    batch, how = Batch(), Rules(**rules)
+    batch, how = Batch(columns={name: [] for name in columns or {}}), Rules(**rules)
     slots = row_tokens // capacity
     slot = row_tokens // slots // how.alignment * how.alignment
     for i in range(num_rows * slots):
@@ -103,6 +116,7 @@ def gather(
                 joined={s for sample, s in joined if sample == i},
                 weights=weights or [[1.0] * len(document) for document in documents],
                 factor=factors[i] if factors else 1.0,
+                columns=columns or {},
             )
         if used < room:
             first = used if how.positions == "sample" else 0
@@ -110,6 +124,8 @@ def gather(
             batch.write([how.pad_token] * padding, [NO_LABEL] * padding, first, [0.0] * padding)
             batch.lengths.append(padding)
             batch.rooms.append(padding)
+            for name, column in (columns or {}).items():
+                batch.columns[name] += [column.fill] * padding
     if window is not None:
         batch.lengths = [piece for n in batch.lengths for piece in pieces(n, window)]
         batch.rooms = [piece for n in batch.rooms for piece in pieces(n, window)]
@@ -131,6 +147,7 @@ def _write_sample(
     joined: set[int],
     weights: list[list[float]],
     factor: float,
+    columns: dict[str, Column],
 ) -> int:
     used, groups = 0, how.attention == "group"
     # Attention segments: [first token, tokens, tokens with their padding].
@@ -142,9 +159,9 @@ def _write_sample(
         end = begin + length
         wanted = chosen[document][begin + 1 : end + 1]  # may end inside the document
         weighed = weights[document][begin + 1 : end + 1]
+        crosses = not last and (how.label_boundary == "sample" or in_group)
+        following = sample[s + 1] if crosses else None
         if len(wanted) < length:
-            crosses = not last and (how.label_boundary == "sample" or in_group)
-            following = sample[s + 1] if crosses else None
             wanted.append(NO_LABEL if following is None else chosen[following[0]][following[1]])
             weighed.append(0.0 if following is None else weights[following[0]][following[1]])
         weighed = [w if label >= 0 else 0.0 for w, label in zip(weighed, wanted, strict=True)]
@@ -154,6 +171,14 @@ def _write_sample(
         tokens = documents[document][begin:end] + [how.pad_token] * fill
         labels = [label if label >= 0 else NO_LABEL for label in wanted] + [NO_LABEL] * fill
         batch.write(tokens, labels, first, loss_mask_of(weighed, factor, how.loss) + [0.0] * fill)
+        for name, column in columns.items():
+            rows, first = column.rows, 1 if column.of == "target" else 0
+            placed = rows[document][begin + first : end + first]
+            if len(placed) < length:
+                placed.append(
+                    column.fill if following is None else rows[following[0]][following[1]]
+                )
+            batch.columns[name] += placed + [column.fill] * fill
         used += length + fill
         tokens_of_run += length
         if not goes_on:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,10 +22,11 @@ from object_store import Line
 
 from megapack.cli.main import main
 from megapack.data import PackedDataset
-from megapack.errors import FormatError
+from megapack.errors import FormatError, MegapackWarning
 from megapack.packing import SampleIndex
 from megapack.packing.sharded import load_shards
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder, read_document_lengths
+from megapack.storage.metadata import BOUNDARY_TOKENS
 from megapack.storage.remote.client import find_object, put_object, remove_object
 from megapack.storage.remote.copies import local_copy, local_output, upload_dataset
 from megapack.storage.remote.reader import fetch_file
@@ -208,6 +210,24 @@ def test_many_datasets_make_a_source(
     assert main(["verify", far]) == 0
     assert main(["inspect", far, "--shards"]) == 0
     assert not leftovers(tmp_path)
+
+
+@pytest.mark.parametrize("fact", BOUNDARY_TOKENS)
+def test_different_document_tokens_are_reported(
+    line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str], fact: str
+) -> None:
+    del line
+    for name, token in (("a", 5), ("b", 6)):
+        with IndexedDatasetBuilder(tmp_path / name, metadata={fact: token}) as builder:
+            builder.add_documents(np.full(300, token), np.arange(0, 301, 10))
+        upload_dataset(str(tmp_path / name), address_of(tmp_path / name))
+    manifest = f"{folder_of(tmp_path)}/web.shards.json"
+    assert pack(f"{folder_of(tmp_path)}/*.idx", "--output", manifest) == 0
+    where = fact.split("_")[1]
+    message = rf"documents {where} with different tokens: 5 \(s3.*/a\), 6 \(s3.*/b\)"
+    assert re.search(message, capsys.readouterr().err)
+    with pytest.warns(MegapackWarning, match=f"documents {where} with different tokens: "):
+        PackedDataset(None, manifest)
 
 
 def test_remote_source_resumes_and_grows(

@@ -129,6 +129,14 @@ WRITERS = {
         "with IndexedDatasetBuilder(root + '/data', overwrite=True) as builder:\n"
         "    builder.add_documents(np.zeros(500_000, np.int32), [0, 500_000])\n"
     ),
+    "columns": (
+        "from megapack.storage import ColumnSpec, IndexedDatasetBuilder\n"
+        "columns = {'x': ColumnSpec(dtype='int8', shape=(3,))}\n"
+        "options = {'columns': columns, 'overwrite': True}\n"
+        "with IndexedDatasetBuilder(root + '/data', **options) as builder:\n"
+        "    ids, rows = np.zeros(500_000, np.int32), np.zeros((500_000, 3), np.int8)\n"
+        "    builder.add_documents(ids, [0, 500_000], columns={'x': rows})\n"
+    ),
     "merge": (
         "from megapack.storage.merge import merge\n"
         "merge([root + '/a', root + '/b'], root + '/data', overwrite=True)\n"

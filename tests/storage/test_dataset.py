@@ -235,7 +235,7 @@ def test_other_blocks_are_checked_when_they_are_read(tmp_path: Path) -> None:
     def held() -> IndexedDataset:
         dataset = IndexedDataset(tmp_path / "data")
         assert dataset.fingerprint == fingerprint
-        dataset.hold_to(checksums)
+        dataset.verify_reads(checksums)
         return dataset
 
     assert len(IndexedDataset(tmp_path / "data")[sequence]) == 2, "no checksums were set"
@@ -250,7 +250,7 @@ def test_other_blocks_are_checked_when_they_are_read(tmp_path: Path) -> None:
         with pytest.raises(FormatError, match=message):
             read()
     with pytest.raises(FormatError, match="blocks and 1 checksums"):
-        IndexedDataset(tmp_path / "data").hold_to(checksums[:16])
+        IndexedDataset(tmp_path / "data").verify_reads(checksums[:16])
 
 
 def test_meta_file_is_optional_but_checked(tmp_path: Path) -> None:

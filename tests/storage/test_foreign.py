@@ -101,18 +101,23 @@ def write_flat(folder: Path, documents: Documents, _: random.Random) -> Path:
 
 
 def write_mmididx(folder: Path, documents: Documents, rng: random.Random) -> Path:
-    tokens, path = joined(documents), folder / "corpus.bin"
-    code, width, kind = rng.choice([(8, 2, "H"), (4, 4, "i"), (5, 8, "q")])
-    path.write_bytes(struct.pack(f"<{len(tokens)}{kind}", *tokens))
-    lengths = [len(document) for document in documents]
-    pointers = [0, *(np.cumsum(lengths)[:-1] * width).tolist()]
+    dtype = np.dtype(rng.choice(["u2", "i4", "i8"]))
+    lengths = np.array([len(document) for document in documents], np.int64)
+    return write_pair(str(folder / "corpus"), np.array(joined(documents), dtype), lengths, dtype)
+
+
+def write_pair(prefix: str, tokens: Any, lengths: Any, dtype: np.dtype[Any]) -> Path:
+    """Write a pair whose .idx names ``dtype``, whatever the tokens have."""
+    code = {"u1": 1, "u2": 8, "u4": 4, "i4": 4, "u8": 5, "i8": 5}[dtype.str[1:]]
+    pointers = (np.cumsum(lengths) - lengths) * dtype.itemsize
     count = len(lengths)
-    path.with_suffix(".idx").write_bytes(
+    Path(f"{prefix}.bin").write_bytes(tokens.tobytes())
+    Path(f"{prefix}.idx").write_bytes(
         b"MMIDIDX\0\0"
         + struct.pack("<QBQQ", 1, code, count, count + 1)
         + struct.pack(f"<{count}i{count}q{count + 1}q", *lengths, *pointers, *range(count + 1))
     )
-    return path
+    return Path(f"{prefix}.bin")
 
 
 # ---- Readers in plain Python: documents and mask, or ValueError ---------------------------------
@@ -403,7 +408,10 @@ def test_concatenated_npy_files_are_refused_everywhere(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("stored_as", "read_as"),
-    [("u4", "u2"), ("u8", "u2"), ("u8", "u4"), ("u2", "u4"), ("u2", "u8"), ("u4", "u8")],
+    [
+        *(("u4", "u2"), ("u8", "u2"), ("u8", "u4"), ("u2", "u4"), ("u2", "u8"), ("u4", "u8")),
+        *(("u4", "u1"), ("u8", "u1")),
+    ],
 )
 @pytest.mark.parametrize("vocab_size", [300, 50_000, 200_000])
 def test_wrong_width_is_refused_and_the_likely_one_is_named(
@@ -419,7 +427,20 @@ def test_wrong_width_is_refused_and_the_likely_one_is_named(
     refused("train.bin", DataError, f"probably {likely}: give --dtype {likely}", **how)
     np.save("view.npy", ids.view(read_as))
     refused("view.npy", DataError, f"probably {likely}", eod_token=0)
+    lengths = np.full(104, 10 * ids.itemsize // np.dtype(read_as).itemsize or 1)
+    lengths[-1] += ids.nbytes // np.dtype(read_as).itemsize - lengths.sum()
+    write_pair("pair", ids, lengths, np.dtype(read_as))
+    refused("pair", DataError, f"probably {likely}")
     assert "104 documents" in import_dataset("train.bin", "out", dtype=likely, eod_token=0)
+
+
+def test_separator_of_llm_c_at_the_end_is_refused(folder: Path) -> None:
+    for tokens, likely in (([5, 6, 0, 7, 0], "end"), ([0, 5, 6, 0, 0, 7, 0], "both")):
+        header = struct.pack("<256i", 20240520, 1, len(tokens), *[0] * 253)
+        Path("val.bin").write_bytes(header + np.array(tokens, np.uint16).tobytes())
+        refused("val.bin", ConfigError, f"ends with .* give --eod-at {likely}, or", eod_token=0)
+        said = import_dataset("val.bin", f"out-{likely}", eod_token=0, eod_at=likely)
+        assert "2 documents" in said and "only a separator" not in said
 
 
 def test_separators_at_both_ends(folder: Path) -> None:
@@ -462,24 +483,25 @@ def test_a_loss_mask_becomes_labels(folder: Path) -> None:
         import_dataset(path, "out", overwrite=True)
 
 
-def write_overflowed(prefix: str) -> None:
-    """Make sparse files of 4 GiB and more."""
+def write_overflowed(prefix: str, dtype: str) -> None:
+    """Make sparse files of 4 GiB and more; pointers were ``dtype``."""
     lengths = np.full(2200, 1 << 20, np.int32)
     pointers = (np.cumsum(lengths, dtype=np.int64) - lengths) * 2
     Path(f"{prefix}.idx").write_bytes(
         b"MMIDIDX\0\0"
         + struct.pack("<QBQQ", 1, 8, 2200, 2201)
         + lengths.tobytes()
-        + pointers.astype(np.int32).astype(np.int64).tobytes()
+        + pointers.astype(dtype).astype(np.int64).tobytes()
         + np.arange(2201).tobytes()
     )
     with Path(f"{prefix}.bin").open("wb") as file:
         file.truncate(2200 << 21)
 
 
-def test_overflowed_pointers_are_repaired_first(folder: Path) -> None:
-    write_overflowed("old")
-    refused("old", FormatError, "overflowed 32 bits.*`megapack-build repair old`")
+@pytest.mark.parametrize("dtype", ["i4", "u4"])
+def test_overflowed_pointers_are_repaired_first(folder: Path, dtype: str) -> None:
+    write_overflowed("old", dtype)
+    refused("old", FormatError, "(overflowed 32 bits|do not follow).*`megapack-build repair old`")
     with pytest.raises(FormatError, match=r"overflowed 32 bits.*`megapack-build repair old`"):
         read_document_lengths("old")
     with pytest.raises(FormatError, match=r"overflowed 32 bits.*`megapack-build repair old`"):
@@ -530,6 +552,17 @@ def test_files_of_other_formats_are_named(folder: Path, name: str) -> None:
     data = archives()[name]
     Path("file").write_bytes(data + bytes(-len(data) % 2 if name == "JSON" else 0))
     refused("file", FormatError, name, kind="flat", dtype="uint8", eod_token=0)
+
+
+def test_mds_is_recognized_by_its_index(folder: Path) -> None:
+    columns = {"column_names": ["tokens"], "column_encodings": ["ndarray:uint16"], "format": "mds"}
+    Path("index.json").write_text(json.dumps({"shards": [columns], "version": 2}))
+    shard = Path("shard.00000.mds")
+    shard.write_bytes(struct.pack("<III", 1, 12, 20) + bytes(8))
+    for path in (".", "index.json", shard):
+        refused(path, FormatError, r"MDS .*tokens .ndarray:uint16.: write its tokens: python -c")
+    Path("index.json").write_text(json.dumps({"chunks": []}))
+    refused(shard, FormatError, "LitData")
 
 
 def test_converting_commands_work(folder: Path) -> None:

@@ -143,6 +143,7 @@ def test_dataset_is_merged_as_often_as_it_is_named(tmp_path: Path) -> None:
             "num_documents": len(expected) * len(SMALL),
             "num_tokens": facts["num_tokens"],
             "dtype": "uint16",
+            "columns": [],
             "is_new": True,
         }
         merged = (tmp_path / "out.bin").read_bytes()

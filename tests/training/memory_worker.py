@@ -32,8 +32,9 @@ class Visible(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, how: Any) -> Any:
-        total, losses, *gradients = loss._linear_cross_entropy._init_fn(
-            hidden, weight, labels, None, **how, gradients=True
+        without = {"alpha": 0.0, "temperature": 1.0, "gradients": True}
+        total, losses, _, *gradients = loss._linear_cross_entropy._init_fn(
+            hidden, weight, labels, None, [], **how, **without
         )
         ctx.save_for_backward(*gradients)
         ctx.mark_non_differentiable(losses)
@@ -45,12 +46,18 @@ class Visible(torch.autograd.Function):
 
 
 def visible_loss(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, label_weights: None, **how: Any
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    label_weights: None,
+    teacher: None,
+    **how: Any,
 ) -> Any:
     compute = weight.dtype
     if torch.is_autocast_enabled("cpu"):
         compute = torch.get_autocast_dtype("cpu")
-    return Visible.apply(hidden.to(compute), weight.to(compute), labels, how)
+    return *Visible.apply(hidden.to(compute), weight.to(compute), labels, how), None
 
 
 def peak_of_a_step(path: str, ranks: int) -> int:

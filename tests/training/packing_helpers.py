@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from megapack.data.fim import Fim
 from megapack.training.config import ModelConfig, PretrainConfig
-from megapack.training.engine.inputs import Inputs, open_inputs
+from megapack.training.engine.inputs import Inputs
 from megapack.training.model.architecture import model_configuration
 from megapack.training.model.opening import build_model
 from megapack.training.model.training_model import TrainingModel
@@ -65,7 +65,7 @@ def tiny_model(
 
 def plain(config: PretrainConfig) -> tuple[Inputs, TrainingModel]:
     """Return the inputs of a run and its initial model, with transformers' attention."""
-    inputs = open_inputs(config)
+    inputs = Inputs(config)
     architecture = model_configuration(config.model, inputs.vocab_size)
     model = build_model(config.model, architecture, backend="sdpa", seed=config.seed)
     model.model.set_attn_implementation("eager")
@@ -137,5 +137,5 @@ def _transform(tokens: Tensor, fim: Fim, key: int) -> Tensor:
     """Return a whole document after fill-in-the-middle, without an end sentinel."""
     rule = definition.Fim(fim.prefix, fim.suffix, fim.middle, None, None, fim.spm_rate)
     return torch.tensor(
-        [token for token, _ in definition.transform_document(tokens.tolist(), rule, key)]
+        [token for token, *_ in definition.transform_document(tokens.tolist(), rule, key)]
     )

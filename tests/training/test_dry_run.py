@@ -18,7 +18,7 @@ from megapack.training.command import read_config
 from megapack.training.config import PretrainConfig
 from megapack.training.dry_run import dry_run
 from megapack.training.engine.directory import CheckpointManifest
-from megapack.training.engine.inputs import Inputs, check_run, open_inputs, run_record
+from megapack.training.engine.inputs import Inputs, check_run, run_record
 from megapack.training.model.flops import ModelFlops
 from megapack.training.monitoring.monitor import StepWork
 
@@ -163,7 +163,7 @@ def test_dry_run_refuses_what_the_checkpoint_refuses(corpus: Corpus, tmp_path: P
     config = load_config(PretrainConfig, corpus.config(tmp_path / "run", num_steps=10))
     newest = tmp_path / "run" / "checkpoints" / "step_00000009_tokens_9"
     newest.mkdir(parents=True)
-    inputs = open_inputs(config)
+    inputs = Inputs(config)
     state: dict[str, Any] = {"data": inputs.schedule.state_dict(9)}
     manifest = CheckpointManifest(step=9, world_size=1, zero_stage=1, state=state, files={})
     manifest.write(newest)

@@ -70,7 +70,7 @@ def test_equals_cross_entropy_and_z_loss(
     options["label_weights"] = factors
     expected = _each(*inputs, softcap, z_loss) * (1 if factors is None else factors)
     expected_grads = torch.autograd.grad(expected.sum() * scale * 3, (hidden, weight))
-    loss, losses = linear_cross_entropy(*inputs, **options)
+    loss, losses, _ = linear_cross_entropy(*inputs, **options)
     assert close(losses, _each(*inputs, softcap)) and not losses.requires_grad
     assert close(loss, expected.sum() * scale)
     grads = torch.autograd.grad(loss * 3, (hidden, weight))
@@ -97,9 +97,11 @@ def test_logits_of_one_chunk_exist_at_a_time() -> None:
     hidden, weight = torch.randn(num_tokens, width), torch.randn(vocab, width)
     labels = torch.randint(0, vocab, (num_tokens,))
     how: Any = {"scale": 1.0, "softcap": 0.0, "z_loss": 0.0, "chunk_tokens": chunk, "fused": False}
-    for gradients in (True, False):
+    how |= {"alpha": 0.5, "temperature": 2.0}
+    ids = torch.arange(4, dtype=torch.int32).expand(num_tokens, 4)
+    for teacher, gradients in itertools.product([[], [ids, -3.0 - ids]], [True, False]):
         with _LargestTensor() as seen:
-            given = (hidden, weight, labels, None)
+            given = (hidden, weight, labels, None, teacher)
             _linear_cross_entropy._init_fn(*given, gradients=gradients, **how)
         assert seen.largest == chunk * vocab, "all logits would be 37 times as many"
 
@@ -110,7 +112,7 @@ def test_the_weight_gradient_of_many_bfloat16_chunks_is_accumulated_in_float32()
     half_weight = weight.detach().bfloat16().requires_grad_()
     exact = _each(half_hidden.double(), half_weight.double(), labels, 0.0).sum()
     (expected,) = torch.autograd.grad(exact, half_weight)
-    loss, _ = linear_cross_entropy(half_hidden, half_weight, labels, chunk_tokens=16)
+    loss, *_ = linear_cross_entropy(half_hidden, half_weight, labels, chunk_tokens=16)
     (grad,) = torch.autograd.grad(loss, half_weight)
     assert loss.dtype == torch.float32 and grad.dtype == torch.bfloat16
     assert loss.item() == pytest.approx(exact.item(), rel=2e-3)
@@ -121,7 +123,7 @@ def test_the_weight_gradient_of_many_bfloat16_chunks_is_accumulated_in_float32()
 def test_autocast_decides_the_dtype_of_the_products() -> None:
     hidden, weight, labels = _inputs(20, torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss, _ = linear_cross_entropy(hidden, weight, labels)
+        loss, *_ = linear_cross_entropy(hidden, weight, labels)
     loss.backward()
     assert loss.dtype == torch.float32
     assert weight.grad is not None and weight.grad.dtype == torch.float32

@@ -16,7 +16,7 @@ from megapack.config import load_config
 from megapack.errors import ConfigError
 from megapack.training.config import EngineConfig, OptimizerConfig, PretrainConfig
 from megapack.training.engine.engine import parameter_groups
-from megapack.training.engine.inputs import check_run, open_inputs
+from megapack.training.engine.inputs import Inputs, check_run
 
 from .conftest import Corpus, NewRun
 from .packing_helpers import losses_one_by_one, plain, tiny_model
@@ -154,7 +154,7 @@ def test_muon_with_experts_is_refused(corpus: Corpus, tmp_path: Path) -> None:
     config = corpus.config(tmp_path / "run", model=model, optimizer=muon, engine={"zero_stage": 0})
     loaded = load_config(PretrainConfig, config)
     with pytest.raises(ConfigError, match="'mixtral' has experts"):
-        check_run(loaded, open_inputs(loaded), 1)
+        check_run(loaded, Inputs(loaded), 1)
 
 
 @pytest.mark.parametrize(

@@ -15,14 +15,19 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from megapack.config import load_config
 from megapack.data import Schedule, load_blend, open_blend
+from megapack.data.resume import is_within
 from megapack.storage.locks import make_own_folder
+from megapack.training.config import PretrainConfig
 from megapack.training.engine.directory import RunDirectory, read_jsonl
+from megapack.training.engine.inputs import NO_EFFECT
 from megapack.training.monitoring.heartbeat import LOST_CONTACT
 from megapack.training.monitoring.signals import PREEMPTED
 
 from .conftest import Corpus, NewRun, Run
 from .processes import FORKED, PRETRAIN, ROOT, Ranks, wait_for_step
+from .test_run_record import field_changes
 
 FIRST, MIDDLE, LAST = (f"step_0000000{i}_tokens_{i * 1024}" for i in (3, 6, 8))
 
@@ -78,6 +83,24 @@ def test_ranks_share_buckets_and_no_sample_repeats(whole: Run) -> None:
         assert len(ids) * log[step]["capacity"] == log[step]["tokens"]
     assert log[0]["capacity"] == 128, "the largest bucket comes first"
     assert log[-1]["loss"] < log[0]["loss"] - 0.1
+
+
+@pytest.mark.pages
+@pytest.mark.parametrize("part", range(4))
+def test_keys_without_effect_continue_the_curve(copy: NewRun, whole: Run, part: int) -> None:
+    config = load_config(PretrainConfig, whole.config)
+    changes = [item for item in field_changes(config) if is_within(item[0], NO_EFFECT)]
+    # These are compared as other keys, or end the run elsewhere.
+    compared = re.compile("seed|model|data.(tokens|order|row|cost|loss)|num_steps|stop_at")
+    changes = [(key, value) for key, _, value in changes if not compared.match(key)]
+    assert len(changes) >= 20
+    for key, value in changes[part::4]:
+        run = copy(after=6)
+        shutil.rmtree(run.dir / "model", ignore_errors=True)
+        run.start(f"{key}={json.dumps(value)}").succeed("continuing at step 6")
+        _same_curve(run, whole, rel=2e-3)
+        print(f"{key:40} no effect: the same losses")
+        shutil.rmtree(run.dir)
 
 
 def test_killed_run_continues(new_run: NewRun, whole: Run) -> None:

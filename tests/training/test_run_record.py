@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pytest
 
 from megapack.config import load_config, to_dict
-from megapack.data.resume import check_record, flatten, tokenizer_digest
-from megapack.errors import ResumeError
+from megapack.data.resume import check_record, flatten, is_within, tokenizer_digest
+from megapack.errors import ConfigError, FormatError, ResumeError
 from megapack.packing import pack
-from megapack.storage import IndexedDataset
+from megapack.storage import IndexedDataset, IndexedDatasetBuilder
+from megapack.storage.builder import write_weights
 from megapack.training.config import PretrainConfig
 from megapack.training.engine.checkpoint import Resume
 from megapack.training.engine.directory import CheckpointManifest
-from megapack.training.engine.inputs import NO_EFFECT, check_run, open_inputs, run_record
+from megapack.training.engine.inputs import (
+    NO_EFFECT,
+    Inputs,
+    check_run,
+    run_record,
+    verify_samples,
+)
 from megapack.training.engine.world import World
 from megapack.training.start import find_start
 from megapack.training.trainer import Trainer
@@ -35,18 +45,22 @@ def path(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _opened(path: Path, *overrides: str) -> tuple[PretrainConfig, Any, dict[str, Any]]:
     config = load_config(PretrainConfig, path, overrides)
-    inputs = open_inputs(config)
+    inputs = Inputs(config)
     architecture = check_run(config, inputs, 1)
     return config, inputs, run_record(config, inputs, architecture, attention="sdpa")
+
+
+def _checkpoint(path: Path) -> Resume:
+    _, inputs, record = _opened(path)
+    state = {"data": inputs.schedule.state_dict(3), "run": record, "lr": 0.003}
+    manifest = CheckpointManifest(step=3, world_size=1, zero_stage=1, state=state, files={})
+    return Resume(tag="step_00000003_tokens_3072", manifest=manifest, universal=False)
 
 
 @pytest.fixture(scope="module")
 def found(path: Path) -> Resume:
     """Return a checkpoint of the unchanged run."""
-    _, inputs, record = _opened(path)
-    state = {"data": inputs.schedule.state_dict(3), "run": record, "lr": 0.003}
-    manifest = CheckpointManifest(step=3, world_size=1, zero_stage=1, state=state, files={})
-    return Resume(tag="step_00000003_tokens_3072", manifest=manifest, universal=False)
+    return _checkpoint(path)
 
 
 def _resumed(path: Path, found: Resume, *overrides: str) -> None:
@@ -167,6 +181,23 @@ def test_other_bytes_of_the_same_lengths_are_refused(
     assert check_record(_opened(path)[2], record, ["data.content"])
 
 
+def test_first_start_compares_tokens_with_their_meta_file(corpus: Corpus, tmp_path: Path) -> None:
+    for file in corpus.directory.glob("train*"):
+        shutil.copy(file, tmp_path)
+    path = Corpus(tmp_path).config(tmp_path / "run", data={"valid_prefix": str(corpus.valid)})
+    world: Any = SimpleNamespace(rank=0, host="here", gather=lambda value: [value])
+    world.fail_together = partial(World.fail_together, world)
+    verify_samples(_opened(path)[1], world)
+    target = tmp_path / "train.bin"
+    tokens = np.fromfile(target, np.uint16)
+    tokens[len(tokens) // 3] ^= 1
+    tokens.tofile(target)
+    with pytest.raises(FormatError, match=r"data: .*train\.bin does not have the checksum of its"):
+        verify_samples(_opened(path)[1], world)
+    (tmp_path / "train.meta.json").unlink()  # the remedy
+    verify_samples(_opened(path, "model.vocab_size=64")[1], world)
+
+
 @pytest.mark.parametrize("change", ["rename", "in place", "samples", "touch"])
 def test_running_run_detects_changed_files(change: str, corpus: Corpus, tmp_path: Path) -> None:
     for file in corpus.directory.glob("train*"):
@@ -195,7 +226,7 @@ def test_running_run_detects_changed_files(change: str, corpus: Corpus, tmp_path
     else:
         target.touch()
         return trainer.check_files()
-    for fresh in ((), (open_inputs(config),)):
+    for fresh in ((), (Inputs(config),)):
         with pytest.raises(ResumeError, match=r"the data changed while the run .*train\."):
             trainer.check_files(*fresh)
 
@@ -211,3 +242,149 @@ def test_tokenizer_digests_differ() -> None:
     digests = [digest({"a": 0, "b": 1}), digest({"a": 1, "b": 0})]
     digests.append(digest({"a": 0, "b": 1}, eos_token="b"))
     assert len(set(digests)) == 3 and digests[0] == digest({"a": 0, "b": 1})
+
+
+# ---- Single changes before a resume: refused by key with both values, or without effect ----------
+# The changed values come from the types of the fields. Fields that need a particular one:
+_VALUES: dict[str, Any] = {
+    "seed": 5, "num_steps": 9, "stop_at": 7, "model.overrides": {"hidden_act": "gelu"},
+    "model.vocab_size": 256, "model.vocab_multiple": 256, "model.attention_backend": "segmentwise",
+    "data.tokens_per_step": 2048, "data.order": "uniform", "data.row_tokens": 256,
+    "data.cost_window": 2, "data.micro_batch_tokens": 128, "data.pad_last": True,
+    "optimizer.betas": [0.9, 0.99], "optimizer.ema_decay": 0.9, "learning_rate.warmup_steps": 3,
+    "checkpoint.every": 4, "checkpoint.keep_every": 6, "checkpoint.keep_steps": [6],
+    "evaluation.every": 4, "evaluation.max_tokens": 512, "evaluation.buckets": [64],
+    "engine.zero_stage": 2, "engine.mlp_chunk_tokens": 64,
+    "engine.deepspeed": {"gradient_predivide_factor": 2.0},
+}  # fmt: skip
+# These name another run or other files, need two sources or ranks, or exclude other settings.
+_NOT_TRIED = {
+    "run_dir", "num_epochs", "model.preset", "model.pretrained", "model.config", "data.blend",
+    "data.prefix", "data.index", "data.valid_prefix", "data.valid_index", "data.num_cycles",
+    "data.mix", "data.micro_step_tokens", "data.attention", "checkpoint.branch_from",
+    "checkpoint.mirror", "checkpoint.resume", "checkpoint.allow_change", "mixing.rule",
+    "mixing.options", "logging.wandb_project", "engine.sequence_parallel_size", "data.fim",
+    "model.tokenizer", "model.allow_missing", "engine.compile", "engine.offload_activations",
+    "optimizer.kind", "model.attention_dropout", "model.z_loss",
+}  # fmt: skip
+# Keys whose effect is another key's.
+_RESOLVED = {"model.overrides": "model.hidden_act", "model.vocab_multiple": "model.vocab_size"}
+
+
+def _other_value(value: Any, kind: Any = None) -> Any:
+    if isinstance(value, bool):
+        return not value
+    if get_origin(kind) is Literal:
+        return next(other for other in get_args(kind) if other != value)
+    return value + (0.01 if isinstance(value, float) else 1)
+
+
+def field_changes(config: Any, prefix: str = "") -> Iterator[tuple[str, str, Any]]:
+    """Yield key, option and another value for every field of a configuration."""
+    for name, kind in get_type_hints(type(config)).items():
+        key, value = f"{prefix}{name}", getattr(config, name)
+        if is_dataclass(value):
+            yield from field_changes(value, f"{key}.")
+        elif key in _VALUES:
+            yield key, key, _VALUES[key]
+        elif key not in _NOT_TRIED:
+            yield key, key, _other_value(value, kind)
+
+
+def _model_changes(record: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """Yield key, option and another value for numbers and switches of the transformers model."""
+    for key, value in record.items():
+        section, _, name = key.partition(".")
+        if section != "model" or key in (*_NOT_TRIED, *_VALUES) or "." in name:
+            continue
+        if isinstance(value, (bool, int, float)):
+            # The sizes must divide each other.
+            other = value * 2 if re.search("hidden_size|heads|head_dim", name) else None
+            yield key, "model.overrides", {name: _other_value(value) if other is None else other}
+
+
+def _outcome(path: Path, found: Resume, override: str, key: str) -> str:
+    """Resume with a change; return the part of the message that names the key and both values, or
+    ``no effect``; other texts are faults."""
+    try:
+        _resumed(path, found, override)
+    except ResumeError as error:
+        name = _RESOLVED.get(key, key).rpartition(".")[2]
+        match = re.search(rf"[\w.]*{name}\S* was (.+?) and is (.+?)(; |\. |$)", str(error))
+        return f"refused: {match[0]:.70}" if match else f"FAULT: key not named: {error}"
+    except ConfigError as error:
+        return f"FAULT: not a valid value: {error}"
+    return "no effect" if is_within(key, NO_EFFECT) else "FAULT: the run continues"
+
+
+PARTS = [0, *(pytest.param(part, marks=pytest.mark.pages) for part in range(1, 6))]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_single_changes_before_a_resume(part: int, path: Path, found: Resume) -> None:
+    """Print the table with ``-s -m "pages or not pages"``."""
+    config, _, record = _opened(path)
+    changes = [*field_changes(config), *_model_changes(record)]
+    assert len(changes) >= 60 and {key for key, _, _ in changes} >= _VALUES.keys()
+    outcomes = {}
+    for key, option, value in changes[part :: len(PARTS)]:
+        outcomes[key] = _outcome(path, found, f"{option}={json.dumps(value)}", key)
+        print(f"{key:40} {outcomes[key]}")
+    assert not [text for text in outcomes.values() if text.startswith("FAULT")]
+    assert len({text.partition(":")[0] for text in outcomes.values()}) == 2
+
+
+def _retokenized(folder: Path) -> None:
+    tokens = np.fromfile(folder / "train.bin", np.uint16)
+    tokens[5] ^= 1
+    tokens.tofile(folder / "train.bin")
+
+
+def _shortened(folder: Path) -> None:
+    lengths = IndexedDataset(folder / "train").document_lengths.copy()
+    lengths[-1] += 1
+    with IndexedDatasetBuilder(folder / "train", np.uint16, overwrite=True) as builder:
+        builder.add_documents(np.ones(lengths.sum(), np.uint16), np.cumsum([0, *lengths]))
+    _repacked(folder, [32, 64, 128])
+
+
+def _repacked(folder: Path, buckets: list[int]) -> None:
+    dataset = IndexedDataset(folder / "train")
+    index = pack(dataset.document_lengths, "bucket", buckets=buckets)
+    index.save(folder / "train.samples", source=dataset, overwrite=True)
+
+
+def _labelled(folder: Path) -> None:
+    documents = IndexedDataset(folder / "train")
+    with IndexedDatasetBuilder(folder / "train.labels", np.int32) as builder:
+        builder.add_documents(documents.tokens, np.cumsum([0, *documents.document_lengths]))
+
+
+def _weighted(folder: Path) -> None:
+    lengths = IndexedDataset(folder / "train").document_lengths
+    write_weights(folder / "train", map(np.ones, lengths))
+
+
+FILES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a token of .bin": (_retokenized, "data.content"),
+    "a length of .idx": (_shortened, "indices"),
+    "the buckets of .samples": (partial(_repacked, buckets=[64, 128]), "indices"),
+    "labels appear": (_labelled, "data.content"),
+    "loss weights appear": (_weighted, "token_weights"),
+}
+
+
+@pytest.mark.parametrize("change", FILES)
+def test_changed_files_before_a_resume(change: str, corpus: Corpus, tmp_path: Path) -> None:
+    for file in corpus.directory.glob("train*"):
+        shutil.copy(file, tmp_path)
+    data = {"valid_prefix": str(corpus.valid)}
+    sections: Any = {"data": data, "model": {"preset": "llama_tiny", "vocab_size": 64}}
+    path = Corpus(tmp_path).config(tmp_path / "run", **sections)
+    edit, key = FILES[change]
+    found = _checkpoint(path)
+    _resumed(path, found)
+    edit(tmp_path)
+    with pytest.raises(ResumeError, match=rf"{key} was .+ and is ") as error:
+        _resumed(path, found)
+    print(f"{change:40} refused: {error.value!s:.100}")

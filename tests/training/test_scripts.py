@@ -23,7 +23,7 @@ from megapack.storage import IndexedDataset
 from megapack.training.config import ModelConfig
 from megapack.training.curves import Curve, read_curve, smooth, standings
 from megapack.training.engine.inputs import open_validation
-from megapack.training.evaluate import build_parser, check_model, evaluate
+from megapack.training.evaluate import build_parser, check_documents, evaluate
 from megapack.training.model.architecture import model_configuration
 from megapack.training.model.flops import ModelFlops
 from megapack.training.model.opening import build_model
@@ -200,7 +200,7 @@ def test_model_must_have_ids_and_positions_of_documents(
 
     def check(configuration: Any, contexts: Sequence[int] = ()) -> None:
         configuration.save_pretrained(tmp_path)
-        check_model(str(tmp_path), held, contexts)
+        check_documents(str(tmp_path), held, contexts)
 
     check(GPT2Config(vocab_size=64, n_positions=longest))
     check(LlamaConfig(vocab_size=64, max_position_embeddings=longest), [16, longest])
@@ -367,7 +367,7 @@ def test_smoothing_is_unbiased_and_forgets() -> None:
         smooth([1.0], 2.0)
 
 
-@pytest.mark.parametrize("command", ["pretrain", "evaluate", "export"])
+@pytest.mark.parametrize("command", ["pretrain", "evaluate", "export", "teacher"])
 def test_environment_without_torch_is_told_what_to_install(command: str) -> None:
     """All missing packages are named, not the first failing import."""
     without = f"import sys; sys.modules['deepspeed'] = None; import megapack.training.{command}"

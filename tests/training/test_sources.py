@@ -25,7 +25,7 @@ from megapack.storage.builder import write_weights
 from megapack.training.config import PretrainConfig
 from megapack.training.dry_run import dry_run
 from megapack.training.engine.engine import _sum_by_sample
-from megapack.training.engine.inputs import open_inputs
+from megapack.training.engine.inputs import Inputs
 from megapack.training.monitoring.monitor import mean_by_source, named_means
 
 from .conftest import (
@@ -223,7 +223,7 @@ def test_fim_documents_have_their_middle_last(
     data = {"index": str(tmp_path / "train.samples"), "fim": fim}
     run = new_run(num_steps=2, data=data, logging={"every": 1})
     config = load_config(PretrainConfig, run.config)
-    assert open_inputs(config).schedule.step(0).view.epochs is not None
+    assert Inputs(config).schedule.step(0).view.epochs is not None
     run.succeed()
     [(loss, labels)] = expected_losses(config).values()
     assert run.log[0]["label_tokens"] == labels
@@ -261,7 +261,7 @@ def test_means_over_lines_weigh_by_label_tokens_without_nan() -> None:
 
 def test_dry_run_prints_epochs_of_every_source(corpus: Corpus, blend: Path, tmp_path: Path) -> None:
     config = load_config(PretrainConfig, blend_config(blend, corpus, tmp_path / "run", num_steps=8))
-    text, samples = dry_run(config), open_inputs(config).schedule.samples
+    text, samples = dry_run(config), Inputs(config).schedule.samples
     assert text.count("epochs") == 2
     for name, tokens in zip(("web", "math"), samples.tokens_per_epoch.tolist(), strict=True):
         [line] = [line for line in text.splitlines() if line.endswith(f"  {name}")]
@@ -290,8 +290,8 @@ def test_held_out_sets_with_equal_names_are_refused(
     with edited(blend) as tree:
         tree["sources"][1]["name"] = "web"
     with pytest.raises(ConfigError, match="two sources with held-out documents are named 'web'"):
-        open_inputs(config)
+        Inputs(config)
     with edited(blend) as tree:
         del tree["sources"][0]["valid_prefix"]
     with pytest.raises(ConfigError, match="has a valid_index and no valid_prefix"):
-        open_inputs(config)
+        Inputs(config)

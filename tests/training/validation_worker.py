@@ -16,7 +16,7 @@ from megapack.training.command import set_rank_environment
 from megapack.training.config import PretrainConfig
 from megapack.training.engine.deepspeed_config import zero_3_configuration
 from megapack.training.engine.engine import start_engine
-from megapack.training.engine.inputs import open_inputs, open_validation
+from megapack.training.engine.inputs import Inputs, open_validation
 from megapack.training.engine.world import connect_ranks
 from megapack.training.model.architecture import model_configuration
 from megapack.training.model.opening import open_model
@@ -30,7 +30,7 @@ def main() -> None:
     shared = config.engine.sequence_parallel_size
     set_rank_environment()
     with connect_ranks(timeout_minutes=20, sequence_parallel_size=shared) as here:
-        inputs = open_inputs(config)
+        inputs = Inputs(config)
         model, _ = open_model(
             replace(config.model, overrides={"initializer_range": 0.2}),
             config.engine,

@@ -73,6 +73,9 @@ evry | checkpoint.evry=3 | logging.evry=3 | evaluation.evry=3
 zero | engine.zero=1
 # numbers that are none, of another type, or outside of their range
 seed: -1 99999999999999999999 true 1.5 .nan
+distill.alpha: 0 -1 1.5 .nan
+distill.temperature: 0 -1 .inf
+logit | distill.logit=teacher
 num_steps: 0 -4 2.5 true 9223372036854775807
 num_epochs: 0 9223372036854775807
 stop_at: 0 yes

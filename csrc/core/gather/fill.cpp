@@ -28,8 +28,9 @@ namespace megapack {
 namespace {
 
 constexpr std::int64_t kNoLabel = -100;
-constexpr std::int64_t kBlock = 256;  // tokens written at a time: 7 KB
-constexpr std::int64_t kAhead = 512;  // tokens between prefetch and use
+constexpr std::int64_t kBlock = 256;   // tokens written at a time: 7 KB
+constexpr std::int64_t kAhead = 512;   // tokens between prefetch and use
+constexpr std::int64_t kBytes = 4096;  // of a column, copied at a time
 
 // ---- Inner loops, compiled for several instruction sets and selected at run time, so that a wheel
 // runs on every node of a cluster
@@ -206,19 +207,23 @@ void weigh_labels(const Shard& shard, std::int64_t at, std::int64_t count, float
     if (shard.has_labels()) clear_unlabeled(labels, count, mask);
 }
 
-// Prefetches tokens, labels and weights: samples are in random order, so no cache has them. Each
+// Prefetches what is stored for the tokens: samples are in random order, so no cache has it. Each
 // call prefetches a few tokens, because a processor can have only a limited number of memory
-// requests in flight, and writing needs some of them.
+// requests in flight, and writing needs some of them. fetch(shard, at, count) prefetches tokens.
+template <typename Fetch>
 class Prefetcher {
   public:
-    explicit Prefetcher(const std::vector<Piece>& pieces) : pieces_(pieces) { advance(kAhead); }
+    Prefetcher(const std::vector<Piece>& pieces, std::int64_t ahead, Fetch fetch)
+        : pieces_(pieces), fetch_(fetch) {
+        advance(ahead);
+    }
 
     // Prefetches the next `count` tokens.
     void advance(std::int64_t count) {
         while (count > 0 && next_ < ssize(pieces_)) {
             const Piece& piece = pieces_[next_];
             const std::int64_t size = std::min(count, piece.length - done_);
-            if (size > 0) prefetch(*piece.shard, piece.token_begin + done_, size);
+            if (size > 0) fetch_(*piece.shard, piece.token_begin + done_, size);
             count -= size;
             done_ += size;
             if (done_ < piece.length) return;
@@ -228,16 +233,17 @@ class Prefetcher {
     }
 
   private:
-    static void prefetch(const Shard& shard, std::int64_t at, std::int64_t count) {
-        megapack::prefetch(shard.tokens, at, count);
-        if (shard.has_labels()) megapack::prefetch(shard.labels, at, count);
-        if (shard.has_weights()) megapack::prefetch(shard.weights, at, count);
-    }
-
     const std::vector<Piece>& pieces_;
+    Fetch fetch_;
     std::int64_t next_ = 0;
     std::int64_t done_ = 0;  // prefetched tokens of the next piece
 };
+
+void prefetch_tokens(const Shard& shard, std::int64_t at, std::int64_t count) {
+    prefetch(shard.tokens, at, count);
+    if (shard.has_labels()) prefetch(shard.labels, at, count);
+    if (shard.has_weights()) prefetch(shard.weights, at, count);
+}
 
 // Destination of a piece.
 struct Place {
@@ -248,7 +254,8 @@ struct Place {
 };
 
 // Writes tokens, labels except the last, and positions in blocks, which stay in the cache.
-void fill_blocks(const Piece& piece, float factor, const Place& to, Prefetcher& prefetcher) {
+template <typename Fetch>
+void fill_blocks(const Piece& piece, float factor, const Place& to, Prefetcher<Fetch>& prefetcher) {
     const Shard& shard = *piece.shard;
     for (std::int64_t begin = 0; begin < piece.length; begin += kBlock) {
         const std::int64_t count = std::min(kBlock, piece.length - begin);
@@ -276,8 +283,9 @@ void widen(const TokenArray& from, Span<const Run> runs, std::int64_t* to) {
 }
 
 // Writes a transformed document like fill_blocks. Its first run is one token.
+template <typename Fetch>
 void fill_runs(const Piece& piece, Span<const Run> runs, float factor, const Place& to,
-               Prefetcher& prefetcher) {
+               Prefetcher<Fetch>& prefetcher) {
     const Shard& shard = *piece.shard;
     const std::int64_t body = piece.length - 1;
     const std::int64_t quarter = (piece.length + 3) / 4;
@@ -319,6 +327,81 @@ void fill_padding(const Piece& piece, std::int64_t pad_token, const Place& to) {
     count_up(piece.first_position + length, padding, to.position_ids + length);
 }
 
+// ---- Columns
+
+// Writes the rows of a column one after another.
+class RowWriter {
+  public:
+    RowWriter(const CarriedColumn& column, std::uint8_t* to)
+        : fill_(column.fill.data()), row_bytes_(column.row_bytes()), to_(to) {}
+
+    void copy(const std::uint8_t* rows, std::int64_t count) {
+        std::memcpy(to_, rows, count * row_bytes_);
+        to_ += count * row_bytes_;
+    }
+
+    // Writes `count` fill rows; each copy doubles them up to a block, which stays in the cache.
+    void fill(std::int64_t count) {
+        if (count == 0) return;
+        const std::int64_t size = count * row_bytes_;
+        const std::int64_t most = std::max<std::int64_t>(1, kFillBlock / row_bytes_) * row_bytes_;
+        std::memcpy(to_, fill_, row_bytes_);
+        for (std::int64_t done = row_bytes_; done < size;) {
+            const std::int64_t more = std::min({done, most, size - done});
+            std::memcpy(to_ + done, to_, more);
+            done += more;
+        }
+        to_ += size;
+    }
+
+  private:
+    static constexpr std::int64_t kFillBlock = 8192;  // bytes
+
+    const std::uint8_t* fill_;
+    std::int64_t row_bytes_;
+    std::uint8_t* to_;
+};
+
+// Writes column c of all pieces. With of_target, a piece has the rows of its tokens from the second
+// on, then that of its last label.
+void fill_column(const GatherPlan& plan, const CarriedColumn& column, std::size_t c,
+                 std::uint8_t* to) {
+    RowWriter writer(column, to);
+    const std::int64_t width = column.row_bytes(),
+                       block = std::max<std::int64_t>(1, kBytes / width);
+    Prefetcher prefetcher(plan.pieces, 2 * block,
+                          [&](const Shard& shard, std::int64_t at, std::int64_t count) {
+                              const ColumnArray rows = shard.column(c);
+                              if (rows.data != nullptr)
+                                  prefetch(rows.data + at * width, count * width);
+                          });
+    for (const Piece& piece : plan.pieces) {
+        const ColumnArray rows = piece.shard == nullptr ? ColumnArray{} : piece.shard->column(c);
+        if (rows.data == nullptr) {
+            writer.fill(piece.room);
+            continue;
+        }
+        const auto write = [&](std::int64_t at, std::int64_t literal, std::int64_t count) {
+            if (at < 0 || literal >= 0) return writer.fill(count);
+            for (std::int64_t row = 0; row < count; row += block) {
+                const std::int64_t size = std::min(block, count - row);
+                prefetcher.advance(size);
+                writer.copy(rows.data + (at + row) * width, size);
+            }
+        };
+        const Run whole{piece.token_begin, piece.length, -1};
+        const bool is_whole = piece.runs.size() == 0;
+        std::int64_t skip = column.of_target ? 1 : 0;
+        for (const Run& run :
+             is_whole ? Span<const Run>(&whole, 1) : runs_of(plan.runs, piece.runs)) {
+            write(run.at + skip, run.literal, run.length - skip);
+            skip = 0;
+        }
+        if (column.of_target) write(piece.last_label.at, piece.last_label.literal, 1);
+        writer.fill(piece.room - piece.length);
+    }
+}
+
 }  // namespace
 
 void fill_gather(const GatherPlan& plan, const GatherOptions& options, const GatherOutput& out) {
@@ -326,7 +409,13 @@ void fill_gather(const GatherPlan& plan, const GatherOptions& options, const Gat
     check(out.tokens.size() == size && out.labels.size() == size && out.loss_mask.size() == size &&
               out.position_ids.size() == size,
           "the buffers of a micro batch must have ", size, " elements each");
-    Prefetcher prefetcher(plan.pieces);
+    check(out.columns.size() == options.columns.size(), "there are ", options.columns.size(),
+          " columns, and buffers for ", out.columns.size());
+    for (std::size_t c = 0; c < out.columns.size(); ++c)
+        check(out.columns[c].size() == size * options.columns[c].row_bytes(),
+              "the buffer of column ", c, " must have ", size, " rows of ",
+              options.columns[c].row_bytes(), " bytes");
+    Prefetcher prefetcher(plan.pieces, kAhead, [](auto&&... range) { prefetch_tokens(range...); });
     Place to{out.tokens.data(), out.labels.data(), out.loss_mask.data(), out.position_ids.data()};
     for (const Piece& piece : plan.pieces) {
         if (piece.length > 0) {
@@ -343,6 +432,8 @@ void fill_gather(const GatherPlan& plan, const GatherOptions& options, const Gat
         to = {to.tokens + piece.room, to.labels + piece.room, to.mask + piece.room,
               to.position_ids + piece.room};
     }
+    for (std::size_t c = 0; c < options.columns.size(); ++c)
+        fill_column(plan, options.columns[c], c, out.columns[c].data());
 }
 
 std::vector<LabelTotals> count_labels(Span<const Shard> shards, Span<const SampleRef> samples,

@@ -1,5 +1,5 @@
-// Writes tokens, labels, loss mask and positions of a planned micro batch to the caller's memory,
-// and counts labels without gathering.
+// Writes tokens, labels, loss mask, positions and columns of a planned micro batch to the caller's
+// memory, and counts labels without gathering.
 #pragma once
 
 #include <cstdint>
@@ -16,6 +16,7 @@ struct GatherOutput {
     Span<std::int64_t> labels;
     Span<float> loss_mask;
     Span<std::int64_t> position_ids;
+    std::vector<Span<std::uint8_t>> columns = {};  // of GatherOptions; num_tokens() rows each
 };
 
 void fill_gather(const GatherPlan& plan, const GatherOptions& options, const GatherOutput& out);

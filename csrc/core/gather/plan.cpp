@@ -99,7 +99,7 @@ class Planner {
 
     Span<const Shard> shards_;
     GatherShape shape_;
-    GatherOptions options_;
+    const GatherOptions& options_;
     GatherPlan plan_;
     std::vector<Segment> segments_;
 };

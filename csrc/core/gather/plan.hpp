@@ -21,6 +21,14 @@ enum class Extent { kDocument, kGroup, kSample };
 // sequence (the tokens of a document in a sample) sum to 1.
 enum class Loss { kTokenMean, kSequenceMean };
 
+// A column that batches carry (ColumnSpec in megapack/storage/columns.py).
+struct CarriedColumn {
+    std::vector<std::uint8_t> fill;  // a row for places without one, such as padding
+    bool of_target = false;          // a position has the row of the token that it predicts
+
+    std::int64_t row_bytes() const { return ssize(fill); }
+};
+
 struct GatherOptions {
     Positions positions = Positions::kSegment;
     Extent attention = Extent::kDocument;
@@ -29,6 +37,7 @@ struct GatherOptions {
     std::int64_t alignment = 1;  // attention segments start at multiples of this
     std::int64_t pad_token = 0;
     const Fim* transform = nullptr;  // null: no transformation
+    std::vector<CarriedColumn> columns = {};
 };
 
 // A row has row_tokens / capacity equal slots, one sample each. The rest of a slot is padding.

@@ -30,13 +30,6 @@ std::int64_t advise(Pages pages, int advice) {
     return static_cast<std::int64_t>(size);
 }
 
-void add_pages(const TokenArray& array, const TokenRange& range, std::vector<Pages>& out) {
-    if (array.data == nullptr) return;
-    const std::int64_t itemsize = bytes_of(array.type);
-    const auto* data = static_cast<const std::uint8_t*>(array.data);
-    out.push_back(pages_of(data + range.begin * itemsize, (range.end - range.begin) * itemsize));
-}
-
 // Merges touching and overlapping ranges of a shard.
 std::vector<TokenRange> merged(std::vector<TokenRange> ranges) {
     std::sort(ranges.begin(), ranges.end(), [](const TokenRange& a, const TokenRange& b) {
@@ -59,8 +52,9 @@ void read_ahead(Span<const std::uint8_t> bytes) {
 
 void disable_readahead(Span<const Shard> shards) {
     for (const Shard& shard : shards)
-        for (const TokenArray& array : {shard.tokens, shard.labels, shard.weights})
-            advise(pages_of(array.data, array.size * bytes_of(array.type)), MADV_RANDOM);
+        shard.each_array([&](const std::uint8_t* data, std::int64_t width) {
+            advise(pages_of(data, shard.tokens.size * width), MADV_RANDOM);
+        });
 }
 
 std::vector<TokenRange> token_ranges(Span<const Shard> shards, Span<const SampleRef> samples) {
@@ -81,9 +75,10 @@ std::vector<TokenRange> token_ranges(Span<const Shard> shards, Span<const Sample
 std::int64_t read_ahead_samples(Span<const Shard> shards, Span<const SampleRef> samples) {
     std::vector<Pages> wanted;
     for (const TokenRange& range : token_ranges(shards, samples)) {
-        const Shard& shard = shards[range.shard];
-        for (const TokenArray& array : {shard.tokens, shard.labels, shard.weights})
-            add_pages(array, range, wanted);
+        shards[range.shard].each_array([&](const std::uint8_t* data, std::int64_t width) {
+            const std::int64_t num_bytes = (range.end - range.begin) * width;
+            wanted.push_back(pages_of(data + range.begin * width, num_bytes));
+        });
     }
     std::sort(wanted.begin(), wanted.end(),
               [](const Pages& a, const Pages& b) { return a.begin < b.begin; });

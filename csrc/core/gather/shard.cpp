@@ -88,11 +88,9 @@ std::int64_t bytes_of(TokenType type) {
     return 8;
 }
 
-void prefetch(const TokenArray& array, std::int64_t at, std::int64_t count) {
-    const std::int64_t itemsize = bytes_of(array.type);
-    const auto* begin = static_cast<const unsigned char*>(array.data) + at * itemsize;
+void prefetch(const std::uint8_t* begin, std::int64_t num_bytes) {
     const auto before = static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(begin) % kLine);
-    for (std::int64_t byte = -before; byte < count * itemsize; byte += kLine)
+    for (std::int64_t byte = -before; byte < num_bytes; byte += kLine)
         __builtin_prefetch(begin + byte);
 }
 
@@ -117,6 +115,13 @@ void check_shard(const Shard& shard) {
             (shard.weights.size == shard.tokens.size && shard.weights.type == TokenType::kUint16),
         "the file of loss weights has ", shard.weights.size, " elements, the token file ",
         shard.tokens.size, "; it must have one float16 per token");
+    for (const ColumnArray& column : shard.columns)
+        check<FormatError>(column.data == nullptr ||
+                               (column.row_bytes > 0 && column.num_bytes % column.row_bytes == 0 &&
+                                column.num_bytes / column.row_bytes == shard.tokens.size),
+                           "a column has ", column.num_bytes, " bytes and ", column.row_bytes,
+                           " per row, the token file ", shard.tokens.size,
+                           " elements; it must have one row per token");
     check(!shard.has_labels() || shard.longest_transformed < 0,
           "fill-in-the-middle moves tokens and cannot be used with a label file");
     check(shard.excluded.size() == shard.excluded_by.size() &&

@@ -22,8 +22,14 @@ struct TokenArray {
     TokenType type = TokenType::kUint16;
 };
 
-// Prefetches elements [at, at + count) into the processor's cache.
-void prefetch(const TokenArray& array, std::int64_t at, std::int64_t count);
+// Prefetches memory into the processor's cache.
+void prefetch(const std::uint8_t* begin, std::int64_t num_bytes);
+
+// Prefetches elements [at, at + count).
+inline void prefetch(const TokenArray& array, std::int64_t at, std::int64_t count) {
+    const std::int64_t itemsize = bytes_of(array.type);
+    prefetch(static_cast<const std::uint8_t*>(array.data) + at * itemsize, count * itemsize);
+}
 
 // Calls f with a typed pointer to element `at`.
 template <typename F>
@@ -45,18 +51,26 @@ auto with_type(const TokenArray& array, std::int64_t at, F f) {
     return f(static_cast<const std::int64_t*>(array.data) + at);
 }
 
+// Rows of a column, one per token of the shard.
+struct ColumnArray {
+    const std::uint8_t* data = nullptr;  // null: the shard lacks the column
+    std::int64_t num_bytes = 0;
+    std::int64_t row_bytes = 0;
+};
+
 // A shard of a source with its sample index. No number is trusted: numbers that serve as
 // addresses are checked when they are read.
 struct Shard {
     Shard() = default;  // not open: it has no samples
     explicit Shard(IndexView index) : documents(std::move(index)) {}
 
-    std::int64_t source = 0;  // number of its source
-    IndexView documents;      // the mapped .idx, read in place
-    TokenArray tokens;        // the mapped .bin
-    TokenArray labels;        // optional; one per token, not shifted; negative: no label
-    TokenArray weights;       // optional; loss weight per token, as bits of float16
-    SampleView samples;       // without bucket_sample_offsets
+    std::int64_t source = 0;           // number of its source
+    IndexView documents;               // the mapped .idx, read in place
+    TokenArray tokens;                 // the mapped .bin
+    TokenArray labels;                 // optional; one per token, not shifted; negative: no label
+    TokenArray weights;                // optional; loss weight per token, as bits of float16
+    std::vector<ColumnArray> columns;  // those that batches carry, see GatherOptions
+    SampleView samples;                // without bucket_sample_offsets
     // Per segment: 1 if it continues the group of the segment before it; empty: none does.
     Span<const std::uint8_t> joined;
     Span<const std::int64_t> excluded;      // excluded documents, ascending
@@ -67,6 +81,20 @@ struct Shard {
     bool is_open() const { return samples.num_samples() >= 0; }
     bool has_labels() const { return labels.data != nullptr; }
     bool has_weights() const { return weights.data != nullptr; }
+
+    ColumnArray column(std::size_t c) const {
+        return c < columns.size() ? columns[c] : ColumnArray{};
+    }
+
+    // Calls f(address, bytes per token) for the tokens and everything that is stored for them.
+    template <typename F>
+    void each_array(F f) const {
+        for (const TokenArray& array : {tokens, labels, weights})
+            if (array.data != nullptr)
+                f(static_cast<const std::uint8_t*>(array.data), bytes_of(array.type));
+        for (const ColumnArray& column : columns)
+            if (column.data != nullptr) f(column.data, column.row_bytes);
+    }
 };
 
 // A checked segment: it is inside its document, and the document inside the file.
@@ -78,7 +106,7 @@ struct Segment {
     bool ends_document;
     bool joined;          // the segment before it in the sample belongs to the same group
     std::int64_t placed;  // tokens in the batch; more than `length` if it is transformed
-    Part runs;            // runs of a transformed document (fim.hpp), else empty
+    Part runs;            // runs of a transformed document, else empty
 };
 
 // What a step requires of its samples, like `StepView` in megapack/data/steps.py. A span is empty
@@ -87,7 +115,7 @@ struct StepView {
     std::int64_t num_lists = 0;       // exclusion lists in force
     Span<const float> loss_weight;    // factor on the loss mask of each sample; empty: 1
     Span<const std::int64_t> epochs;  // epoch of each sample within its source
-    Span<const double> fim_rates;     // share of documents to transform (fim.hpp); empty: none
+    Span<const double> fim_rates;     // share of documents to transform; empty: none
     std::uint64_t seed = 0;           // the run's seed
 
     // Throws std::invalid_argument unless the view has num_samples entries and rates in [0, 1].

@@ -16,6 +16,7 @@ A micro batch is one row of segments under the argument names of transformers' a
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import logging
 import operator
@@ -35,8 +36,10 @@ from transformers.trainer_callback import ExportableState
 from megapack.attention import ATTENTION_NAME, check_architecture
 from megapack.attention.experts import LoadBalancing
 from megapack.attention.probe import probe
+from megapack.attention.routes import COLUMN, check_replay, replay_routes, routes_shape
 from megapack.attention.transformers_interface import add_segment_numbers
 from megapack.data import Batch, PackedDataset, Schedule, check_token_ids
+from megapack.data.batch import MTP_TARGETS
 from megapack.data.report import check_labels
 from megapack.data.resume import (
     ORDER_FIELDS,
@@ -44,6 +47,7 @@ from megapack.data.resume import (
     content_digests,
     flatten,
     model_record,
+    rate_change,
     tokenizer_digest,
 )
 from megapack.errors import ConfigError, MegapackWarning
@@ -110,21 +114,26 @@ def check_model(
         if longest is None:
             longest = dataset.longest_position()
 
-    def build(configuration: Any, implementation: str) -> Any:
-        options = {"attn_implementation": implementation, "dtype": torch.float32}
-        if text is bare.config:
-            return type(bare)._from_config(configuration, **options)
-        return transformers.AutoModelForCausalLM.from_config(configuration, **options)
-
     with _without_zero3():
         check_architecture(
             text,
             attention=text._attn_implementation,
-            build=build,
+            build=_builder(bare),
             device=bare.device if device is None else device,
             dtype=bare.dtype if dtype is None else dtype,
             longest=longest,
         )
+
+
+def _builder(bare: Any) -> Any:
+    """Return a function that builds models of a model's text decoder (``check_architecture``)."""
+    whole = bare.config.get_text_config(decoder=True) is bare.config
+    kind = type(bare)._from_config if whole else transformers.AutoModelForCausalLM.from_config
+
+    def build(configuration: Any, implementation: str) -> Any:
+        return kind(configuration, attn_implementation=implementation, dtype=torch.float32)
+
+    return build
 
 
 @contextmanager
@@ -171,6 +180,7 @@ class ScheduleOfRun(transformers.TrainerCallback, ExportableState):  # type: ign
 
     Raises ResumeError if the samples of earlier steps, the configuration of the model with its
     attention and dtype, the tokenizer, the bytes of the data, or the training arguments differ.
+    Logs a warning if the learning rate differs.
     """
 
     schedule: Schedule | None = None
@@ -179,14 +189,23 @@ class ScheduleOfRun(transformers.TrainerCallback, ExportableState):  # type: ign
     step = 0
     saved: dict[str, Any] | None = None
     saved_record: dict[str, Any] | None = None
+    rates: tuple[float, ...] = ()  # of the step after the next one
+    saved_rates: tuple[float, ...] = ()
 
     def state(self) -> dict[str, Any]:
         """Return the state for trainer_state.json; Trainer restores its attributes."""
         saved = None if self.schedule is None else self.schedule.state_dict(self.step)
-        return {"args": {}, "attributes": {"saved": saved, "saved_record": self.record}}
+        attributes = {"saved": saved, "saved_record": self.record, "saved_rates": self.rates}
+        return {"args": {}, "attributes": attributes}
 
     def on_train_begin(
-        self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **run: Any
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        train_dataloader: Any = None,
+        lr_scheduler: Any = None,
+        **run: Any,
     ) -> None:
         del control
         batches = getattr(train_dataloader, "dataset", None)
@@ -205,10 +224,26 @@ class ScheduleOfRun(transformers.TrainerCallback, ExportableState):  # type: ign
             changes += check_record(self.record, saved, allowed, option=option)
         for change in changes:
             logger.warning("the run is changed: %s", change)
+        # Trainer takes the next step with the checkpoint's rate: compare those of the step after.
+        self.rates = _rates_after_next(lr_scheduler)
+        for now, before in zip(self.rates, kept.get("saved_rates", ()), strict=False):
+            for change in rate_change(self.step + 1, now, before):
+                logger.warning("%s", change)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **run: Any) -> None:
+    def on_step_end(
+        self, args: Any, state: Any, control: Any, lr_scheduler: Any = None, **run: Any
+    ) -> None:
         del args, control, run
-        self.step = state.global_step
+        self.step, self.rates = state.global_step, _rates_after_next(lr_scheduler)
+
+
+def _rates_after_next(scheduler: Any) -> tuple[float, ...]:
+    """Return the learning rates of the step after the next one; empty if the scheduler has no
+    function of the step."""
+    scheduler = getattr(scheduler, "scheduler", scheduler)  # accelerate wraps it
+    rules = getattr(scheduler, "lr_lambdas", ())
+    pairs = zip(getattr(scheduler, "base_lrs", ()), rules, strict=False)
+    return tuple(float(rate * rule(scheduler.last_epoch + 1)) for rate, rule in pairs)
 
 
 def _record(args: Any, dataset: PackedDataset, run: Mapping[str, Any]) -> dict[str, Any]:
@@ -248,10 +283,13 @@ class PackedTrainerMixin:
         probe: before training, check the model on two early micro batches (seven forwards, see
             ``megapack.attention.probe``; the log has their duration), and then once that the loss
             uses the labels.
+        replay_routes: every token uses the experts that the column ``routes`` of the training
+            dataset records for it (``megapack.attention.routes``).
         allow_change: keys that may differ at a resume; the error names them.
     """
 
     probe: bool = True
+    replay_routes: bool = False
     allow_change: tuple[str, ...] = ()
     args: Any
     model: Any
@@ -261,8 +299,8 @@ class PackedTrainerMixin:
     _to_probe: MicroBatches | None = None
     _lengths: Tensor | None = None  # for every token, the length of its document
 
-    def check_model(self, dataset: PackedDataset, longest: int | None = None) -> None:
-        """Check the model (``check_model``); called before the first batch of a dataset."""
+    def _check_dataset(self, dataset: PackedDataset, longest: int | None = None) -> None:
+        """Check the model for a dataset (``check_model``) before its first batch."""
         half = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None
         check_model(self.model, dataset, device=self.args.device, dtype=half, longest=longest)
 
@@ -352,10 +390,19 @@ class PackedTrainerMixin:
         self.neftune_hook_handle = embeddings.register_forward_hook(add_noise)
 
     def _inputs(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        return {
+        inputs = {
             name: value.to(self.args.device) if isinstance(value, torch.Tensor) else value
             for name, value in model_inputs(batch).items()
         }
+        return self._without_columns(inputs)
+
+    def _without_columns(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Return inputs without the columns, and targets of multi-token prediction, that are no
+        arguments of the model: a ``compute_loss`` that uses them is called before this one."""
+        carried = {name for dataset in self._checked for name in dataset.columns}
+        carried.update(name for name in MTP_TARGETS if name in inputs)
+        known = inspect.signature(bare_model(self.model).forward).parameters if carried else ()
+        return {k: value for k, value in inputs.items() if k not in carried or k in known}
 
     def _check_loss(self, model: Any, batch: Batch) -> None:
         """Raise ConfigError if the loss of a micro batch does not use the labels of the batch.
@@ -442,11 +489,16 @@ class PackedTrainerMixin:
             step = batches.schedule.shortest_step(0, max(1, steps))
             short = batches.batch(step * batches.num_micro_steps)
             self._probe_model(model, short, batches.batch(0))
+        if self.replay_routes and model.training and COLUMN in inputs:
+            tokens = {key: value for key, value in inputs.items() if key != COLUMN}
+            with replay_routes(self.model, inputs[COLUMN]):
+                return self.compute_loss(model, tokens, return_outputs, num_items_in_batch)
         if "cu_seq_lens_q" in inputs:
             lengths = inputs["cu_seq_lens_q"].diff().long()
             self._lengths = lengths.repeat_interleave(lengths)
         if not model.training and "shift_labels" in inputs:
             num_items_in_batch = self._micro_batch_divisor(inputs)  # prediction_step weights it
+        inputs = self._without_columns(inputs)
         mask, weights = inputs.pop("token_mask", None), inputs.pop("loss_weights", None)
         if mask is not None and getattr(self, "aux_loss_enabled", False) and weights is None:
             weights = self._equal_weights(inputs, num_items_in_batch)
@@ -535,16 +587,28 @@ class PackedTrainerMixin:
         })  # fmt: skip
         if not any(dataset is batches.dataset for dataset in self._checked):
             longest = batches.dataset.longest_position(batches.layout.row_tokens)
-            self.check_model(batches.dataset, longest)
+            self._check_dataset(batches.dataset, longest)
             self._checked = (*self._checked, batches.dataset)
         rank = (self.args.process_index, self.args.world_size)
         of_rank = batches.of_rank(*rank, num_steps, evaluated=evaluated)
         balanced = getattr(self.model.config, "output_router_logits", False)
         of_rank.with_token_mask = balanced and LoadBalancing.of(self.model) is not None
         of_rank.with_loss_weights = True
+        if self.replay_routes and not evaluated:
+            self._check_routes(batches.dataset)
         custom = (self.compute_loss_func, self.label_smoother)  # type: ignore[attr-defined]
         of_rank.for_own_shift = custom != (None, None) and not evaluated
         return of_rank
+
+    def _check_routes(self, dataset: PackedDataset) -> None:
+        column, model = dataset.columns.get(COLUMN), bare_model(self.model)
+        if column is None or column.of != "token" or column.shape != routes_shape(model):
+            raise ConfigError(
+                f"replay_routes is True, and the dataset has {COLUMN!r} as {column}: open it with "
+                f"columns=[{COLUMN!r}], recorded with shape {list(routes_shape(model))} of token"
+            )
+        with _without_zero3():
+            check_replay(model.config.get_text_config(decoder=True), _builder(model))
 
     def _loader(self, batches: MicroBatches) -> DataLoader[dict[str, Any]]:
         # Accelerate's loader marks the last batch, which batch_eval_metrics needs.

@@ -36,7 +36,7 @@ from torch.utils.data import Dataset, get_worker_info
 from megapack.attention.probe import probe
 from megapack.data import check_token_ids
 from megapack.errors import ConfigError
-from megapack.integrations.dialects import VERL_SFT, emit, loss_terms
+from megapack.integrations.dialects import VERL_SFT, check_columns, emit, loss_terms
 from megapack.integrations.host import Rebinding, check_options
 from megapack.integrations.rows.dataset import RowOptions
 from megapack.integrations.rows.open_rows import open_data_path
@@ -200,6 +200,7 @@ class SFTRows(Dataset[dict[str, Tensor]]):
             )
         num_rows = None if steps < 0 else steps * options.rows_per_block
         self.rows = open_data_path(parquet_files, options, num_rows=num_rows)
+        check_columns(self.rows.packed.columns, VERL_SFT)
         if tokenizer is not None:
             check_token_ids(self.rows.packed, len(tokenizer))
         # Map the sampler's numbers to places in the run.

@@ -189,7 +189,7 @@ class RowDataset(GatheredRows, Dataset[dict[str, Tensor]]):
         self.rows_per_epoch = self.schedule.num_steps(1) * self.options.rows_per_block
         self._blocks: OrderedDict[int, Block] = OrderedDict()
         self._layouts: dict[int, BatchLayout] = {}
-        self._buffers = ReusedBuffers()
+        self._buffers = ReusedBuffers(self.packed.columns)
         self._last_first_row = 0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -225,8 +225,9 @@ class RowDataset(GatheredRows, Dataset[dict[str, Tensor]]):
     def __getitem__(self, i: int) -> dict[str, Tensor]:
         """Return one row: tokens, labels (-100 for none), position_ids int64 and loss_mask float32,
         all ``(sequence_length,)``; cu_seqlens int32 from 0 to ``sequence_length``, in which the
-        padding of a sample is a segment; max_seqlen 0-d int32. With alignment also
-        cu_seqlens_padded; cu_seqlens then excludes the padding between segments."""
+        padding of a sample is a segment; max_seqlen 0-d int32; columns ``(sequence_length,
+        *shape)``. With alignment also cu_seqlens_padded; cu_seqlens then excludes the padding
+        between segments."""
         return {key: value[0] for key, value in self.micro_batch([i]).items()}
 
     def micro_batch(self, numbers: Sequence[int]) -> dict[str, Tensor]:
@@ -280,7 +281,7 @@ class RowDataset(GatheredRows, Dataset[dict[str, Tensor]]):
             view=step.view.of(positions),
         )
         names = ["cu_seqlens"] if self.options.align == 1 else ["cu_seqlens", "cu_seqlens_padded"]
-        rows = {name: batch[name] for name in (*ROW_KEYS, *names)}
+        rows = {name: batch[name] for name in (*ROW_KEYS, *self.packed.columns, *names)}
         return rows | {"max_seqlen": _longest(batch, names[-1])}
 
     def _layout(self, num_rows: int) -> BatchLayout:

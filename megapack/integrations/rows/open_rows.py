@@ -18,13 +18,12 @@ of ``rows_per_block`` rows, which are the host's steps if a block is its global 
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -37,9 +36,8 @@ from megapack.config import from_dict, load_config, to_dict
 from megapack.data.blend import HostOptions, Source
 from megapack.data.dataset import open_blend
 from megapack.data.documents import SourceDocuments, open_source
-from megapack.data.fim import open_fim
 from megapack.data.report import check_epochs, check_labels, plan_run
-from megapack.errors import ConfigError
+from megapack.errors import ConfigError, LockedError
 from megapack.integrations.rows.dataset import RowDataset, RowOptions
 from megapack.packing import SampleIndex, find_strategy, pack
 from megapack.packing.sample_index import describe_source
@@ -47,6 +45,7 @@ from megapack.packing.sharded import SourceIndex, is_shard_manifest
 from megapack.records import parse_json
 from megapack.storage import IndexedDataset
 from megapack.storage.address import is_remote
+from megapack.storage.locks import WriterLock
 
 logger = logging.getLogger(__name__)
 
@@ -174,7 +173,7 @@ class Recipe:
     buckets: tuple[int, ...]
     seed: int
     align: int = 1  # each segment takes a multiple of this many tokens
-    fim_room: int = 0  # tokens by which a document may grow (``megapack.data.fim``)
+    fim_room: int = 0  # tokens by which fill-in-the-middle may lengthen a document
 
     def digest(self, fingerprint: str) -> str:
         """Return the identity of the index of a dataset: 32 hexadecimal digits."""
@@ -197,31 +196,29 @@ def cached_index(
     """
     name = f"{Path(dataset.prefix).name}-{recipe.strategy}-{recipe.digest(dataset.fingerprint)}"
     path = directory / f"{name}.samples"
-    if not path.exists():
+    deadline, pause = time.monotonic() + BUILD_TIMEOUT, 0.05
+    while not path.exists():
         if node_local or is_first_rank():
             directory.mkdir(parents=True, exist_ok=True)
-            with _locked(directory) if node_local else nullcontext():
-                if not path.exists():
-                    _build_and_save(dataset, recipe, path)
-        else:
-            _wait_for(path)
+            with suppress(LockedError):  # a process of this node builds it: wait for it
+                with WriterLock(path, what="packing") if node_local else nullcontext():
+                    if not path.exists():
+                        _build_and_save(dataset, recipe, path)
+                continue
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                f"{path} did not appear in {BUILD_TIMEOUT:.0f} s; rank 0 builds it. If the "
+                'directory is not shared between nodes set "node_local" in the manifest; to build '
+                "before the job starts run `python -m megapack.integrations.rows.index`"
+            )
+        time.sleep(pause)
+        pause = min(1.0, 2 * pause)
     return SampleIndex.load(path)
 
 
 def is_first_rank() -> bool:
     """Return whether this is global rank 0, or a process without a process group."""
     return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
-
-
-@contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """Lock a directory among the processes of this node; the lock ends with the process."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _build_and_save(dataset: IndexedDataset, recipe: Recipe, path: Path) -> None:
@@ -242,20 +239,6 @@ def _build_and_save(dataset: IndexedDataset, recipe: Recipe, path: Path) -> None
         100 * metrics["num_truncated_documents"] / max(1, recipe.end - recipe.begin),
         path,
     )
-
-
-def _wait_for(path: Path) -> None:
-    deadline = time.monotonic() + BUILD_TIMEOUT
-    pause = 0.05
-    while not path.exists():
-        if time.monotonic() > deadline:
-            raise ConfigError(
-                f"{path} did not appear in {BUILD_TIMEOUT:.0f} s; rank 0 builds it. If the "
-                'directory is not shared between nodes set "node_local" in the manifest; to build '
-                "before the job starts run `python -m megapack.integrations.rows.index`"
-            )
-        time.sleep(pause)
-        pause = min(1.0, 2 * pause)
 
 
 def build_index(dataset: IndexedDataset, recipe: Recipe) -> SampleIndex:
@@ -315,8 +298,9 @@ def open_rows(
             take precedence over those of the host.
         datasets: ``open_documents(manifest)``.
         split: part of every source's documents, as fractions; (0.99, 1.0) is the last percent.
-            Stages and ``fim`` apply only to a part that begins with the first document (training);
-            other parts (validation, test) use the sources and weights of the manifest throughout.
+            Stages and fill-in-the-middle apply only to a part that begins with the first document
+            (training); other parts (validation, test) use the sources and weights of the manifest
+            throughout.
         num_rows, finite: see ``RowDataset``. A finite set ignores the manifest's rows_per_block,
             stages and attention window.
         cache_directory: the host's; None: ``megapack-cache`` in the folder of the first source, if
@@ -331,9 +315,8 @@ def open_rows(
     if where is None and not is_remote(datasets[0].prefix):
         where = Path(datasets[0].prefix).parent / "megapack-cache"
     if not trains:
-        held_out = tuple(replace(source, fim_rate=None) for source in manifest.sources)
-        manifest = replace(manifest, sources=held_out, fim=None)
-    rooms = _fim_rooms(manifest, datasets)
+        manifest = manifest.without_fim()
+    rooms = manifest.fim_rooms(datasets)
     used = [
         (source, dataset, index)
         for source, dataset, room in zip(manifest.sources, datasets, rooms, strict=True)
@@ -369,15 +352,6 @@ def open_data_path(data_path: str | Manifest, options: RowOptions, **arguments: 
     ``arguments`` are split, num_rows, finite, cache_directory of ``open_rows``."""
     manifest = Manifest.read(data_path) if isinstance(data_path, str) else data_path
     return open_rows(manifest, open_documents(manifest), options, **arguments)
-
-
-def _fim_rooms(manifest: Manifest, datasets: Sequence[SourceDocuments]) -> list[int]:
-    """Return for every source the number of tokens by which its documents may grow."""
-    if manifest.fim is None:
-        return [0] * len(datasets)
-    room = open_fim(manifest.fim, datasets).room
-    mixture = manifest.mixture
-    return [room if rate else 0 for rate in mixture.of(mixture.names or ()).largest_fim_rates]
 
 
 def _index_of(

@@ -50,7 +50,14 @@ from megapack.data import (
 )
 from megapack.data.loader import prefetch_remote
 from megapack.errors import ConfigError, ResumeError
-from megapack.integrations.dialects import IGNORED, TRANSFORMERS, Dialect, emit, loss_terms
+from megapack.integrations.dialects import (
+    IGNORED,
+    TRANSFORMERS,
+    Dialect,
+    check_columns,
+    emit,
+    loss_terms,
+)
 from megapack.integrations.rows.dataset import RowDataset
 
 logger = logging.getLogger(__name__)
@@ -97,6 +104,7 @@ class RankRows:
                 f"{micro_batch_rows} rows (of {rows.options.sequence_length} tokens) per micro "
                 "batch: choose sizes whose product divides it"
             )
+        check_columns(rows.packed.columns, dialect)
         if dialect.restart and rows.packed.samples.windows:
             raise ConfigError(
                 f"the manifest has attention windows {rows.packed.samples.windows}, and positions, "
@@ -276,6 +284,7 @@ class MicroBatches(Dataset[dict[str, Any]]):
         num_steps: int | None = None,
         **options: Any,
     ) -> None:
+        check_columns(dataset.columns, TRANSFORMERS)
         self.dataset, self.schedule = dataset, schedule
         row_tokens = schedule.config.row_tokens
         self.layout = BatchLayout(micro_batch_tokens=micro_batch_tokens, row_tokens=row_tokens)

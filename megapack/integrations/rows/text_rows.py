@@ -26,7 +26,15 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from megapack.errors import ConfigError
-from megapack.integrations.dialects import BOUNDARIES, MASK, POSITIONS, Dialect, emit, join_ends
+from megapack.integrations.dialects import (
+    BOUNDARIES,
+    MASK,
+    POSITIONS,
+    Dialect,
+    check_columns,
+    emit,
+    join_ends,
+)
 from megapack.integrations.host import Rebinding
 from megapack.integrations.rows.dataset import RowDataset, RowOptions
 from megapack.integrations.rows.open_rows import MANIFEST_SUFFIXES, Manifest, open_data_path
@@ -292,6 +300,7 @@ class TextRowDataset(Dataset[dict[str, Tensor]]):
     """
 
     def __init__(self, rows: RowDataset, dialect: Dialect, *, varlen: bool, times: int = 1) -> None:
+        check_columns(rows.packed.columns, dialect)
         self.rows, self.dialect, self.varlen, self.times = rows, dialect, varlen, times
 
     def __len__(self) -> int:

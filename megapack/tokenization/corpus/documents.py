@@ -42,7 +42,8 @@ class ReadOptions:
     values: Literal["strings", "lists"] = "strings"
     extra_keys: tuple[tuple[str, str], ...] = ()  # (name in the object, key)
     split_key: str | None = None  # documents get the hash of its value
-    weights_key: str | None = None  # documents get the JSON of its value
+    # Documents get the JSON of the values of these keys: (name, key). See ``token_values``.
+    value_keys: tuple[tuple[str, str], ...] = ()
     group_key: str | None = (
         None  # documents get a group from its value; documents without the key get none
     )
@@ -107,8 +108,9 @@ class TextBlock:
 
     ``text`` is uint8; document ``i`` is ``text[offsets[i]:offsets[i + 1]]``; ``offsets`` is int64,
     ``len(block) + 1``. Per document: ``positions`` (int64), from which ``locate`` makes a Place;
-    ``hashes`` (uint64) of the split key, if any; ``weights``, JSON of loss weights, "" or "null" if
-    the document has none; ``groups`` (int64), ids by the group key, -1 if the document has none.
+    ``hashes`` (uint64) of the split key, if any; ``values``, name -> JSON of the values of a
+    ``ReadOptions.value_keys``, "" or "null" if the document has none; ``groups`` (int64), ids by
+    the group key, -1 if the document has none.
     """
 
     text: NDArray[np.uint8]
@@ -116,7 +118,7 @@ class TextBlock:
     positions: NDArray[np.int64]
     locate: Callable[[int], Place]
     hashes: NDArray[np.uint64] | None = None
-    weights: Sequence[str] | None = None
+    values: Mapping[str, Sequence[str]] = field(default_factory=dict)
     groups: NDArray[np.int64] | None = None
 
     @staticmethod
@@ -152,11 +154,14 @@ class TextBlock:
         if lengths[~keep].any():
             text = text[np.repeat(keep, lengths)]
         hashes = None if self.hashes is None else self.hashes[keep]
-        weights = self.weights and list(itertools.compress(self.weights, keep.tolist()))
+        values = {
+            name: list(itertools.compress(texts, keep.tolist()))
+            for name, texts in self.values.items()
+        }
         groups = None if self.groups is None else self.groups[keep]
         offsets = offsets_of(lengths[keep])
         positions = self.positions[keep]
-        return TextBlock(text, offsets, positions, self.locate, hashes, weights, groups)
+        return TextBlock(text, offsets, positions, self.locate, hashes, values, groups)
 
     def in_groups(self, hashes: NDArray[np.uint64], none: NDArray[np.bool_]) -> TextBlock:
         """Return the block with groups from the hashes of a key; ``none``: documents without it."""

@@ -227,9 +227,11 @@ def read_jsonl_blocks(piece: Piece, options: ReadOptions, faults: Faults) -> Ite
             block = TextBlock(text, offsets, positions, locate)
             if options.extra_keys:
                 block = _with_extra_values(block, lines, options.extra_keys)
-            if options.weights_key is not None:
-                weights = _values(block, lines, options.weights_key, "any")[0].strings()
-                block = dataclasses.replace(block, weights=weights)
+            values = {
+                name: _values(block, lines, key, "any")[0].strings()
+                for name, key in options.value_keys
+            }
+            block = dataclasses.replace(block, values=values)
             if options.split_key is not None:
                 keys, no_key = _values(block, lines, options.split_key, "scalars")
                 block = dataclasses.replace(block, hashes=keys.text_hashes())

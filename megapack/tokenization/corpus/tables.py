@@ -66,12 +66,12 @@ def read_table(piece: Piece, options: ReadOptions, faults: Faults) -> Iterator[T
         columns = [_column_path(table.schema, fields, *key, path) for key in options.keys().items()]
         paths = {name: key_path(fields, key) for name, key in options.extra_keys}
         extra = {name: column for name, column in paths.items() if column is not None}
-        weights = group = None
-        if options.weights_key is not None:
-            weights = key_path(fields, options.weights_key)
+        paths = {name: key_path(fields, key) for name, key in options.value_keys}
+        valued = {name: column for name, column in paths.items() if column is not None}
+        group = None
         if options.group_key is not None:
             group = _column_path(table.schema, fields, options.group_key, "--group-key", path)
-        read = [*columns, *extra.values(), *filter(None, (weights, group))]
+        read = [*columns, *extra.values(), *valued.values(), *filter(None, [group])]
         names = [".".join(column) for column in read]
         for row, batch in table.batches(piece.begin, piece.end, names, options.block_bytes):
             column = _column(batch, columns[0])
@@ -83,8 +83,8 @@ def read_table(piece: Piece, options: ReadOptions, faults: Faults) -> Iterator[T
                 column = _chats(column, values, options.json_key, path)
             text, offsets, missing = _arrow_text(column, options.json_key, path)
             block = TextBlock(text, offsets, np.arange(len(offsets) - 1) + row, locate)
-            if weights is not None:
-                block = dataclasses.replace(block, weights=_as_json(_column(batch, weights)))
+            json_values = {name: _as_json(_column(batch, path)) for name, path in valued.items()}
+            block = dataclasses.replace(block, values=json_values)
             if options.split_key is not None:
                 hashes, no_key = _hashes(_column(batch, columns[-1]))
                 block = dataclasses.replace(block, hashes=hashes)

@@ -30,10 +30,22 @@ import xxhash
 from megapack.config import check_range
 from megapack.errors import ConfigError, require
 from megapack.storage.address import is_remote
-from megapack.storage.index_file import BESIDE, GROUPS, LABELS, WEIGHTS, prefix_of
-from megapack.tokenization.corpus.documents import SPLIT_NAMES, OnError, ReadOptions, parse_split
+from megapack.storage.columns import ColumnSpec
+from megapack.storage.index_file import COMPANIONS, GROUPS, LABELS, WEIGHTS, prefix_of
+from megapack.tokenization.corpus.documents import (
+    SPLIT_NAMES,
+    OnError,
+    ReadOptions,
+    parse_split,
+)
 from megapack.tokenization.corpus.inputs import Format, InputFile, require_utf8
 from megapack.tokenization.corpus.readers import Shard, default_shard_bytes, plan_shards
+from megapack.tokenization.corpus.token_values import (
+    ColumnOption,
+    LossWeights,
+    TokenValues,
+    first_value,
+)
 from megapack.tokenization.tokenizers.coding import ChatLoss, Frame
 from megapack.tokenization.tokenizers.encoders import BACKENDS
 from megapack.tokenization.tokenizers.probe import choose_backend, require_runnable, sample_blocks
@@ -49,12 +61,12 @@ _EXECUTION = frozenset(
     + ("worker_memory", "keep_shards", "overwrite")
 )
 # Fields whose option has a different name: field -> option.
-OPTIONS = {"inputs": "input", "suffixes": "suffix"}
+OPTIONS = {"inputs": "input", "suffixes": "suffix", "columns": "column"}
 
 
 def ending_of(name: str) -> str:
     """Return the suffix of a stream or prefix: that of labels, weights or groups, "" for tokens."""
-    return next((end for end in BESIDE if name.endswith(end)), "")
+    return next((end for end in COMPANIONS if name.endswith(end)), "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +83,7 @@ class BuildConfig:
     json_key: str = "text"  # key of the text, or column of a table
     messages_key: str | None = None  # replaces json_key: documents are conversations
     weights_key: str | None = None  # loss weights of a text's tokens
+    columns: tuple[str, ...] = ()  # columns of a text's tokens; see ``ColumnOption.parse``
     group_key: str | None = None  # documents with equal values form a group
     max_input_bytes: int | None = None  # read whole files up to this total
     max_document_bytes: int = 1 << 30
@@ -145,28 +158,48 @@ class BuildConfig:
             yield f"--min-words {few} is above --max-words {many}: no document can pass"
         if chat and (few is not None or many is not None):
             yield "--min-words and --max-words are for text: leave them or --messages-key out"
+        if chat and self.template_variables and self.chat_format != "template":
+            yield "--template-variables are for chat templates: leave out --chat-format headers"
         if chat and self.verify_fraction > 0:
             yield "--verify-fraction is for text; chat templates are always run by the reference"
-        if self.template_variables and not (chat and self.chat_format == "template"):
-            yield (
-                "--template-variables are for chat templates: give --messages-key, and leave out "
-                "--chat-format headers"
-            )
         if self.split_key is not None and (self.split is None or self.split_by != "hash"):
             yield "--split-key needs --split and --split-by hash"
-        if self.weights_key is not None and (chat or self.backend.startswith("gigatoken")):
+        of_tokens = "--weights-key" if self.weights_key is not None else "--column"
+        if (self.weights_key is not None or self.columns) and (
+            chat or self.backend.startswith("gigatoken")
+        ):
             yield (
-                "--weights-key is for text, and needs a backend that reports the characters of a "
-                "token: leave out --messages-key (--chat-loss chooses the loss of conversations) "
-                "and --backend gigatoken"
+                f"{of_tokens} is for text, and needs a backend that reports the characters of a "
+                "token: leave out --messages-key (--chat-loss chooses the loss of conversations; "
+                "`megapack-build column add` adds columns to them) and --backend gigatoken"
             )
+        names = [option.name for option in self.column_options]
+        if repeated := {name for name in names if names.count(name) > 1}:
+            yield f"--column names {min(repeated)} twice; give each column another name"
         if self.special_tokens == "text" and (chat or self.backend == "gigatoken"):
             yield (
                 "--special-tokens text is for plain text (chat formats write special tokens), and "
                 "gigatoken alone cannot do it: leave out --messages-key and --backend gigatoken"
             )
-        if self.label_names == "neox" and not chat:
-            yield "--label-names neox is for conversations; give --messages-key"
+        if not chat:
+            yield from self._chat_options()
+
+    def _chat_options(self) -> Iterator[str]:
+        """Yield a sentence for each option that has no effect without conversations."""
+        for option, given in (
+            ("--label-names neox", self.label_names == "neox"),
+            (f"--chat-loss {self.chat_loss}", self.chat_loss is not None),
+            (f"--chat-format {self.chat_format}", self.chat_format != "template"),
+            (f"--tools-key {self.tools_key!r}", self.tools_key != "tools"),
+            ("--template-variables", bool(self.template_variables)),
+        ):
+            if given:
+                yield f"{option} is for conversations: give --messages-key, or leave it out"
+
+    @property
+    def column_options(self) -> list[ColumnOption]:
+        """Columns to read from the corpus."""
+        return [ColumnOption.parse(text) for text in self.columns]
 
     @property
     def split_weights(self) -> tuple[float, ...] | None:
@@ -209,7 +242,11 @@ class BuildConfig:
             skipped = field.name in _EXECUTION or field.name == "inputs"
             if skipped or value is None or value == field.default:
                 continue
-            words.append("--" + OPTIONS.get(field.name, field.name).replace("_", "-"))
+            option = "--" + OPTIONS.get(field.name, field.name).replace("_", "-")
+            if field.name == "columns":  # one value each
+                words += [word for column in value for word in (option, column)]
+                continue
+            words.append(option)
             if isinstance(value, tuple):
                 words += map(str, value)
             elif value is not True:
@@ -238,6 +275,7 @@ class Plan:
     chat_loss: ChatLoss | None
     shard_bytes: int
     shards: tuple[Shard, ...]  # determined by ``inputs`` and ``shard_bytes``
+    columns: Mapping[str, ColumnSpec] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def digest(self) -> str:
@@ -262,8 +300,13 @@ class Plan:
         if read["group_key"] is None:  # keeps the digest of plans from before this option
             del read["group_key"]
         read["beside"] = [list(pair) for pair in self.read.extra_keys]
-        if self.read.weights_key is None:
-            del read["weights_key"]  # keeps the digest of plans from before this option
+        keys = dict(read.pop("value_keys"))
+        if WEIGHTS in keys:  # keeps the digest of plans from before columns
+            read["weights_key"] = keys[WEIGHTS]
+        columns = {
+            name: {"key": keys[name], **dataclasses.asdict(spec), "shape": list(spec.shape)}
+            for name, spec in self.columns.items()
+        }
         config = self.config
         return {
             "inputs": [
@@ -289,6 +332,7 @@ class Plan:
             "split_by": config.split_by if config.split else "order",
             "shard_bytes": self.shard_bytes,
             "shards": len(self.shards),
+            **({"columns": columns} if columns else {}),
         }
 
     def num_bytes(self, indices: Iterable[int]) -> int:
@@ -303,6 +347,12 @@ class Plan:
             prefix=() if self.bos is None else (self.bos.id,),
             suffix=() if self.eod is None else (self.eod.id,),
         )
+
+    @functools.cached_property
+    def token_values(self) -> dict[str, TokenValues]:
+        """Readers of loss weights (``WEIGHTS``) and columns, by name."""
+        readers = {name: TokenValues(f"column {name}", s) for name, s in self.columns.items()}
+        return readers if self.config.weights_key is None else {WEIGHTS: LossWeights(), **readers}
 
     @property
     def has_labels(self) -> bool:
@@ -328,7 +378,7 @@ class Plan:
         """Suffixes of each stream's datasets: "" for tokens; labels, weights, groups if any."""
         there = {
             LABELS: self.has_labels,
-            WEIGHTS: self.read.weights_key is not None,
+            WEIGHTS: WEIGHTS in self.token_values,
             GROUPS: self.read.group_key is not None,
         }
         return ("", *(end for end, wanted in there.items() if wanted))
@@ -357,7 +407,8 @@ class Plan:
             if token is not None:
                 metadata[key] = token.id
         vocab_size = self.tokenizer.vocab_size
-        return {"dtype": self.dtype, "vocab_size": vocab_size, "metadata": metadata}
+        facts = {"dtype": self.dtype, "vocab_size": vocab_size, "metadata": metadata}
+        return {**facts, "columns": self.columns} if self.columns else facts
 
     def check_machine(self) -> None:
         """Check that this machine encodes text to the planned ids. Raises ConfigError, which lists
@@ -411,7 +462,10 @@ def make_plan(config: BuildConfig, inputs: list[InputFile], note: Callable[[str]
         values="lists" if is_chat else "strings",
         extra_keys=extra_keys,
         split_key=config.split_key,
-        weights_key=config.weights_key,
+        value_keys=(
+            *([] if config.weights_key is None else [(WEIGHTS, config.weights_key)]),
+            *((option.name, option.key) for option in config.column_options),
+        ),
         group_key=config.group_key,
         block_bytes=config.block_bytes,
         max_document_bytes=config.max_document_bytes,
@@ -424,10 +478,10 @@ def make_plan(config: BuildConfig, inputs: list[InputFile], note: Callable[[str]
     shards = plan_shards(inputs, shard_bytes=shard_bytes, json_key=read.json_key)
     _require_keys(config, inputs)
     backend = config.backend
-    if backend == "auto" and (config.weights_key is not None or chat_format == "template"):
+    if backend == "auto" and (read.value_keys or chat_format == "template"):
         backend = BACKENDS[tokenizer.kind][0]  # gigatoken cannot report the characters of a token
     backend = choose_backend(tokenizer, backend, shards, read, note)
-    _note_missing_keys(read, shards, note)
+    columns = _column_specs(config, read, shards, note)
     dtype = config.dtype
     if dtype == "auto":
         dtype = "uint16" if tokenizer.vocab_size < _UINT16_VOCABULARY else "int32"
@@ -446,6 +500,7 @@ def make_plan(config: BuildConfig, inputs: list[InputFile], note: Callable[[str]
         chat_loss=(config.chat_loss or usual) if is_chat else None,
         shard_bytes=shard_bytes,
         shards=tuple(shards),
+        columns=columns,
     )
 
 
@@ -468,30 +523,42 @@ def _note_framing(
 def _require_keys(config: BuildConfig, inputs: Iterable[InputFile]) -> None:
     """Raise ConfigError if options name keys of documents but an input is plain text."""
     whole = next((file.path for file in inputs if file.format == "text"), None)
-    for name in ("messages_key", "weights_key", "group_key", "split_key"):
-        if whole is not None and getattr(config, name) is not None:
+    for name in ("messages_key", "weights_key", "columns", "group_key", "split_key"):
+        if whole is not None and getattr(config, name) not in (None, ()):
             ids = ", or give `pack --groups` a .npy of ids" if name == "group_key" else ""
+            option = OPTIONS.get(name, name).replace("_", "-")
             raise ConfigError(
-                f"{whole} is one document and has no key for --{name.replace('_', '-')}: write the "
+                f"{whole} is one document and has no key for --{option}: write the "
                 f"corpus as JSON Lines{ids}"
             )
 
 
-def _note_missing_keys(
-    read: ReadOptions, shards: Sequence[Shard], note: Callable[[str], None]
-) -> None:
-    """Report an optional key that no sampled document has, because it may be misspelled."""
-    if read.weights_key is None and read.group_key is None:
-        return
+def _column_specs(
+    config: BuildConfig,
+    read: ReadOptions,
+    shards: Sequence[Shard],
+    note: Callable[[str], None],
+) -> dict[str, ColumnSpec]:
+    """Return the types of the columns, from the options or the first document of a sample that has
+    a value. Report an optional key that no sampled document has, because it may be misspelled."""
+    if not read.value_keys and read.group_key is None:
+        return {}
     blocks = sample_blocks(shards, read)
-    weights = {value for block in blocks for value in block.weights or ()}
     groups = {group for block in blocks if block.groups is not None for group in block.groups}
-    for option, key, has_one in (
-        ("--weights-key", read.weights_key, weights - {"", "null"}),
-        ("--group-key", read.group_key, groups - {-1}),
-    ):
-        if key is not None and not has_one:
-            note(f"no document of a sample has {key!r}; see {option}")
+    keys = dict(read.value_keys)
+    missing = [] if groups - {-1} else [("--group-key", read.group_key)]
+    if WEIGHTS in keys and first_value(blocks, WEIGHTS) is None:
+        missing.append(("--weights-key", keys[WEIGHTS]))
+    specs = {}
+    for option in config.column_options:
+        first = first_value(blocks, option.name)
+        if first is None:
+            missing.append(("--column", option.key))
+        specs[option.name] = option.spec_for(first, note)
+    for name, key in missing:
+        if key is not None:
+            note(f"no document of a sample has {key!r}; see {name}")
+    return specs
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

@@ -5,7 +5,7 @@ of the result do not depend on the number of workers or machines.
 - assemble: finished shards -> the output datasets, in the order of the corpus
 
     build(BuildConfig(inputs=("x.jsonl",), tokenizer="bytes", output_prefix="out"), progress)
-    # -> out.bin, out.idx, out.meta.json, out.manifest.json; run again: state "found"
+    # -> out.bin, out.idx, out.meta.json, out.manifest.json; run again: state "complete"
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from megapack.errors import DataError, MegapackError
 from megapack.executors import Counted, prepare_processes, run_shards
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from megapack.storage.index_file import WEIGHTS, path_of, read_header
+from megapack.storage.index_writer import dataset_files
 from megapack.storage.merge import merge
 from megapack.storage.remote.copies import local_output
 from megapack.tokenization.corpus.documents import SPLIT_NAMES, ordered_split
@@ -71,9 +72,8 @@ class BuildResult:
     plan: Plan
     prefixes: Mapping[str, str]  # stream -> prefix; see ``BuildConfig.outputs``
     totals: Totals
-    state: Literal[
-        "built", "part", "found"
-    ]  # part: shards not joined; found: a complete result existed
+    # part: shards not joined; complete: nothing to do, the result existed
+    state: Literal["built", "part", "complete"]
     records: Sequence[ShardRecord] = ()  # of this run's shards
 
     @property
@@ -96,7 +96,7 @@ class Preview:
     estimate: Estimate
     num_missing: int  # shards that are not finished
     finished: bool  # the result is complete
-    left_behind: Sequence[str]  # sentences about shards of other plans
+    other_plans: Sequence[str]  # sentences about shards of other plans
 
 
 def preview(config: BuildConfig, progress: Progress) -> Preview:
@@ -111,7 +111,7 @@ def preview(config: BuildConfig, progress: Progress) -> Preview:
         estimate=_estimate(plan, open_coder(plan), progress.note),
         finished=workspace.finished() is not None,
         num_missing=len(workspace.missing()),
-        left_behind=workspace.left_behind(),
+        other_plans=workspace.other_plans(),
     )
 
 
@@ -150,12 +150,12 @@ def _build(config: BuildConfig, progress: Progress, *, command: str) -> BuildRes
     result = functools.partial(BuildResult, plan=plan, prefixes=config.outputs)
     totals = workspace.finished()
     if totals is not None:
-        workspace.found()
-        return result(totals=totals, state="found")
+        workspace.remove_leftovers()
+        return result(totals=totals, state="complete")
     with workspace.locked(progress.note):
         totals = workspace.finished()  # again: another process may have finished it meanwhile
         if totals is not None:
-            return result(totals=totals, state="found")
+            return result(totals=totals, state="complete")
         try:
             records = _build_shards(plan, workspace, progress)
             totals = Totals.of_records(records)
@@ -271,7 +271,9 @@ def assemble(
         done += 1
         progress(done, len(shards) * len(outputs))
         if remove and used_up:
-            path_of(dataset, ".bin").unlink()
+            for path in dataset_files(dataset):
+                if path.suffix in (".bin", ".col"):
+                    path.unlink()
 
     ranges: dict[str, range] = {}  # documents of each split; {}: shards are joined whole
     if plan.split is not None and not plan.split_while_writing:
@@ -288,7 +290,7 @@ def assemble(
         if not num_documents:
             name = Path(output).name
             raise DataError(f"{name} would have no documents; give it a larger share in --split")
-    workspace.join()
+    workspace.mark_incomplete()
     for stream, output in outputs.items():
         ending = ending_of(stream)
         stored = plan.stored(ending)
@@ -325,4 +327,5 @@ def _append(builder: IndexedDatasetBuilder, prefix: str, low: int, high: int, co
         tokens = dataset.tokens[bounds[0] : bounds[-1]]
         if prefix.endswith(WEIGHTS):
             tokens = tokens.view(np.float16)
-        builder.add_documents(tokens, bounds - bounds[0])
+        columns = {n: c.rows[bounds[0] : bounds[-1]] for n, c in dataset.columns.items()}
+        builder.add_documents(tokens, bounds - bounds[0], columns=columns)

@@ -83,6 +83,7 @@ def open_coder(plan: Plan, limits: Limits = Limits()) -> Coder:  # noqa: B008
         encoder,
         plan.frame,
         controls=files.controls.values(),
+        values=plan.token_values,
         reference=reference,
         verify_fraction=fraction,
     ).code
@@ -161,11 +162,12 @@ class ShardWorker:
             all_coded = prefetch(_encode(blocks, plan, self.coder, code_faults))
             for stream, block, coded in stack.enter_context(contextlib.closing(all_coded)):
                 tokens, offsets = coded.tokens, coded.offsets
-                builders[prefix + stream].add_documents(tokens, offsets)
+                columns = {name: coded.values[name] for name in plan.columns}
+                builders[prefix + stream].add_documents(tokens, offsets, columns=columns)
                 if coded.labels is not None:
                     builders[prefix + stream + LABELS].add_documents(coded.labels, offsets)
-                if plan.read.weights_key is not None:
-                    weights = np.ones(len(tokens)) if coded.weights is None else coded.weights
+                if WEIGHTS in coded.values:
+                    weights = coded.values[WEIGHTS]
                     builders[prefix + stream + WEIGHTS].add_documents(weights, offsets)
                 if block.groups is not None:
                     ids = block.groups[coded.kept]

@@ -54,7 +54,7 @@ from megapack.tokenization.corpus.documents import (
     lacks_documents,
 )
 from megapack.tokenization.corpus.inputs import input_digest
-from megapack.tokenization.pipeline.plan import Plan, differences
+from megapack.tokenization.pipeline.plan import Plan, differences, ending_of
 from megapack.tokenization.tokenizers.coding import Coder
 from megapack.tokenization.tokenizers.probe import sample_blocks
 from megapack.units import size
@@ -180,8 +180,13 @@ class Workspace:
                 raise
             before = None
         is_new = [
-            check_prefix(p, overwrite=overwrite, difference=partial(self._difference, before, p))
-            for p in self._config.outputs.values()
+            check_prefix(
+                p,
+                overwrite=overwrite,
+                difference=partial(self._difference, before, p),
+                columns=() if ending_of(stream) else self._plan.columns,
+            )
+            for stream, p in self._config.outputs.items()
         ]
         all_exist = all(map(IndexedDataset.exists, self._config.outputs.values()))
         return (
@@ -259,7 +264,7 @@ class Workspace:
                             path.unlink()
             if not (self.directory / _PLAN).exists():
                 self._write(self.directory / _PLAN)
-            for line in self.left_behind():
+            for line in self.other_plans():
                 note(line)
             yield
 
@@ -270,7 +275,7 @@ class Workspace:
         prefixes = [shard_prefix(self.directory, i) for i in range(len(self._plan.shards))]
         return [i for i, prefix in enumerate(prefixes) if record_path(prefix) not in recorded]
 
-    def left_behind(self) -> list[str]:
+    def other_plans(self) -> list[str]:
         """Return a sentence for every other plan with shards here."""
         lines = []
         for directory in self._plans():
@@ -287,7 +292,7 @@ class Workspace:
             )
         return lines
 
-    def join(self) -> None:
+    def mark_incomplete(self) -> None:
         """Record that the outputs are incomplete; remove the manifest of an older dataset."""
         self._joining.touch()
         self._manifest.unlink(missing_ok=True)
@@ -297,7 +302,7 @@ class Workspace:
         self._write(self._manifest, totals)
         self._remove()
 
-    def found(self) -> None:
+    def remove_leftovers(self) -> None:
         """Remove shards of a complete build, which a run leaves if it is killed after the last
         output.
         """
@@ -389,6 +394,7 @@ def estimate_build(plan: Plan, coder: Coder) -> Estimate:
     for end in plan.ends:
         stored = documents if end == GROUPS else tokens
         num_bytes += stored * np.dtype(plan.stored(end)["dtype"]).itemsize
+    num_bytes += tokens * sum(spec.row_bytes for spec in plan.columns.values())
     return Estimate(
         num_documents=round(documents * scale),
         num_tokens=round(tokens * scale),

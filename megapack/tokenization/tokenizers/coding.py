@@ -1,7 +1,7 @@
 """Turn blocks of documents into tokens to store, and labels if some tokens carry no loss.
 
 - Frame: ids added around each document, stored dtype; Coded: documents ready to be stored
-- TextCoder: plain text; read_weights: parse the loss weights of a document's tokens
+- TextCoder: plain text, with the loss weights and columns of its tokens
 - ChatCoder: conversations, tokenized by HeaderChats (role headers) or TemplateChats
   (template_chats.py)
 
@@ -20,7 +20,8 @@ import contextlib
 import functools
 import json
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -28,7 +29,6 @@ from numpy.typing import NDArray
 
 from megapack import _core
 from megapack.errors import ConfigError, DataError, first_line, is_foreign
-from megapack.storage.tokens import as_loss_weights, open_npy
 from megapack.tokenization.corpus.documents import (
     Faults,
     TextBlock,
@@ -36,6 +36,7 @@ from megapack.tokenization.corpus.documents import (
     json_kind,
     offsets_of,
 )
+from megapack.tokenization.corpus.token_values import TokenValues
 from megapack.tokenization.tokenizers.encoders import Encoder
 from megapack.tokenization.tokenizers.limited import LimitError
 from megapack.tokenization.tokenizers.probe import first_difference
@@ -55,7 +56,7 @@ class Coded(NamedTuple):
     offsets: NDArray[np.int64]  # shape (documents + 1,)
     labels: NDArray[np.int32] | None  # aligned with tokens; None: all tokens carry loss
     kept: NDArray[np.bool_]  # per document of the block: True if it is in ``tokens``
-    weights: NDArray[np.float64] | None = None  # loss weights, aligned with tokens; None: all 1
+    values: Mapping[str, NDArray[Any]] = {}  # rows aligned with tokens, by ``TextCoder.values``
     controls: Mapping[int, int] = {}  # special tokens in the texts: id -> count
 
 
@@ -90,6 +91,7 @@ class TextCoder:
 
     Args:
         controls: ids of the special tokens to count.
+        values: readers of the values of ``TextBlock.values``, by name.
         reference: encodes ``verify_fraction`` of the documents again; ``code`` raises DataError if
             the ids differ.
     """
@@ -98,6 +100,7 @@ class TextCoder:
     frame: Frame
     _: KW_ONLY
     controls: Iterable[int] = ()
+    values: Mapping[str, TokenValues] = field(default_factory=dict)
     reference: Encoder | None = None
     verify_fraction: float = 0.0
 
@@ -112,15 +115,17 @@ class TextCoder:
         empty = (offsets[:-1] == offsets[1:]) & ~failed
         if empty.any():  # the tokenizer's normalization removed the whole text
             faults.record_rows("empty document", np.flatnonzero(empty), block.place)
-        kept, weights = ~(empty | failed), None
+        kept, values = ~(empty | failed), dict[str, NDArray[Any]]()
         offsets = offsets[np.concatenate([kept, [True]])]
-        if block.weights is not None:
+        if self.values:
             nonempty = block.select(kept)
-            usable, ids, offsets, weights = self._weighed(nonempty, ids, offsets, faults)
+            usable, values = self._read_values(nonempty, offsets, faults)
+            lengths = np.diff(offsets)
+            ids, offsets = ids[np.repeat(usable, lengths)], offsets_of(lengths[usable])
             kept[kept] = usable
         tokens, framed = self.frame.put_around(ids, offsets)
         controls = ids[self._is_control[ids]] if self._is_control.any() else ids[:0]
-        return Coded(tokens, framed, None, kept, weights, collections.Counter(controls.tolist()))
+        return Coded(tokens, framed, None, kept, values, collections.Counter(controls.tolist()))
 
     def _encode(
         self, block: TextBlock, faults: Faults
@@ -146,27 +151,33 @@ class TextCoder:
         ids = np.concatenate([np.zeros(0, np.int32), *parts])
         return ids, offsets_of([len(part) for part in parts]), failed
 
-    def _weighed(
-        self, block: TextBlock, ids: NDArray[Any], offsets: NDArray[np.int64], faults: Faults
-    ) -> tuple[NDArray[np.bool_], NDArray[Any], NDArray[np.int64], NDArray[np.float64]]:
-        """Return a mask of documents with usable loss weights, and the ids, offsets and weights of
-        these documents. Only the weights include the frame.
-        """
-        lengths, parts, usable = np.diff(offsets), [], np.ones(len(block), np.bool_)
+    def _read_values(
+        self, block: TextBlock, offsets: NDArray[np.int64], faults: Faults
+    ) -> tuple[NDArray[np.bool_], dict[str, NDArray[Any]]]:
+        """Return a mask of documents whose values all fit their tokens, and the rows of the tokens
+        of these documents and their frames, by name."""
+        lengths, usable = np.diff(offsets).tolist(), np.ones(len(block), np.bool_)
+        rows: dict[str, list[NDArray[Any]]] = {name: [] for name in self.values}
         frame = len(self.frame.prefix), len(self.frame.suffix)
-        for i, (value, text) in enumerate(zip(block.weights or (), block.strings(), strict=True)):
-            try:
-                weights = read_weights(value, int(lengths[i]), text, self.encoder.spans)
-            except BaseException as error:
-                if not isinstance(error, DataError) and not is_foreign(error):
-                    raise
-                faults.record("unusable loss weights", block.place(i), first_line(error))
-                usable[i] = False
-                continue
-            # The last token's weight also applies to the end-of-document label.
-            parts.append(np.pad(weights, frame, constant_values=(1, weights[-1])))
-        ids = ids[np.repeat(usable, lengths)]
-        return usable, ids, offsets_of(lengths[usable]), np.concatenate([np.zeros(0), *parts])
+        for i, text in enumerate(block.strings()):
+            rows_of_document = {}
+            for name, reader in self.values.items():
+                value = block.values[name][i] if name in block.values else ""
+                folder = Path(block.place(i).path).parent
+                try:
+                    read = reader.read(value, lengths[i], text, self.encoder.spans, folder)
+                except BaseException as error:
+                    if not isinstance(error, DataError) and not is_foreign(error):
+                        raise
+                    faults.record(f"unusable {reader.what}", block.place(i), first_line(error))
+                    usable[i] = False
+                    break
+                rows_of_document[name] = reader.framed(read, *frame)
+            else:
+                for name, framed in rows_of_document.items():
+                    rows[name].append(framed)
+        empty = {name: reader.rows([]) for name, reader in self.values.items()}
+        return usable, {name: np.concatenate([empty[name], *rows[name]]) for name in rows}
 
     def _verify(self, block: TextBlock, reference: Encoder) -> None:
         # Choose by a hash of the text, so that every run checks the same documents. With the seed
@@ -180,61 +191,6 @@ class TextCoder:
                 f"{self.encoder.backend} differs from {reference.backend}: {difference}; "
                 f"build with --backend {reference.backend}"
             )
-
-
-# ---- Loss weights of text ------------------------------------------------------------------------
-
-
-def read_weights(
-    value: str, num_tokens: int, text: str, spans: Callable[[str], NDArray[np.int64]]
-) -> NDArray[np.float64]:
-    """Return the loss weights of a document's tokens (float64, one per token).
-
-        read_weights("[[2, 5, 0.5]]", 4, "ab cd ef", spans)    # tokens at 0-2 2-5 5-6 6-8
-        # -> [1, 0.5, 1, 1]
-
-    Args:
-        value: JSON, one of: a list of one number per token; a list of half-open character spans
-            [begin, end, weight]: a token that contains a character of a span gets its weight (the
-            last span wins), all others get 1; the path of a .npy with one number per token; "" or
-            null: all 1.
-        num_tokens: tokens of the document, without the frame.
-        text: the document.
-        spans: returns the characters of each token (``Encoder.spans``).
-
-    Raises:
-        DataError: ``value`` has a different form, a different number of weights, or a weight that
-            float16 cannot represent (``as_loss_weights``).
-    """
-    weights = np.ones(num_tokens)
-    try:
-        content = json.loads(value or "null")
-        if content is None:
-            return weights
-        array = np.asarray(open_npy(content) if isinstance(content, str) else content)
-        if array.dtype.kind not in "biuf":
-            raise TypeError(f"they are of dtype {array.dtype}")
-    except Exception as error:  # raised by json, numpy or zipfile
-        raise DataError(f"weights are not numbers: {str(error)[:200]}") from error
-    array = array.astype(np.float64)
-    if array.ndim == 2 and array.shape[1] == 3:
-        as_loss_weights(array[:, 2])
-        token_spans = spans(text)
-        for begin, end, weight in array:
-            if not 0 <= begin < min(end, len(text)):
-                raise DataError(
-                    f"weights have the span [{begin:g}, {end:g}), which is empty or outside the "
-                    f"{len(text)} characters of the text"
-                )
-            weights[(token_spans[:, 0] < end) & (token_spans[:, 1] > begin)] = weight
-        return weights
-    if array.shape != (num_tokens,) and array.size:
-        raise DataError(
-            f"weights have shape {array.shape}, but the document has {num_tokens} tokens: give one "
-            "number per token, or spans [begin, end, weight] of characters"
-        )
-    as_loss_weights(array)
-    return array if array.size else weights
 
 
 # ---- Conversations ------------------------------------------------------------------------------

@@ -14,11 +14,14 @@ per token if it can. No backend adds special tokens: coding.py adds tokens aroun
 from __future__ import annotations
 
 import abc
+import contextlib
 import functools
 import itertools
 import os
 import re
-from collections.abc import Callable, Sequence
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -195,6 +198,37 @@ class _SentencePiece(Encoder):
         return self._named(ids, self._processor.decode)
 
 
+# Rust prints "thread 'NAME' panicked at FILE:LINE:", a message and hints; pyo3 one more line.
+_PANIC = re.compile(
+    rb"\n?thread '[^\n]*panicked at [\s\S]*?(?:note: [^\n]*RUST_BACKTRACE[^\n]*(?:\n|$)|$)"
+    rb"|--- PyO3 is resuming a panic[^\n]*\n(?:Python stack trace below:\n)?"
+)
+_stderr_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def without_panics() -> Iterator[None]:
+    """Keep the messages of Rust panics in the block off stderr: each is an exception, too, which
+    the caller reports in one line. Other output to stderr appears after the block."""
+    with _stderr_lock:
+        sink = os.memfd_create("stderr") if hasattr(os, "memfd_create") else tempfile.mkstemp()[0]
+        try:
+            stderr = os.dup(2)
+        except OSError:  # stderr is closed
+            os.close(sink)
+            yield
+            return
+        os.dup2(sink, 2)
+        try:
+            yield
+        finally:
+            os.dup2(stderr, 2)
+            if num_bytes := os.fstat(sink).st_size:
+                os.write(2, _PANIC.sub(b"", os.pread(sink, num_bytes, 0)))
+            os.close(stderr)
+            os.close(sink)
+
+
 class _HuggingFace(Encoder):
     backend = "tokenizers"
 
@@ -204,11 +238,14 @@ class _HuggingFace(Encoder):
         self._tokenizer.encode_special_tokens = self._files.special_as_text
 
     def encode(self, block: TextBlock) -> Encoded:
-        rows = self._tokenizer.encode_batch_fast(block.strings(), add_special_tokens=False)
+        texts = block.strings()
+        with without_panics():
+            rows = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return _joined([np.array(row.ids, np.int32) for row in rows])
 
     def spans(self, text: str) -> NDArray[np.int64]:
-        encoding = self._spanning.encode(text, add_special_tokens=False)
+        with without_panics():
+            encoding = self._spanning.encode(text, add_special_tokens=False)
         return np.array(encoding.offsets, np.int64).reshape(-1, 2)
 
     @functools.cached_property
@@ -233,7 +270,8 @@ class _Gigatoken(Encoder):
         kind = gigatoken.Tokenizer
         load = kind.from_json if self._files.kind == "hf" else kind.from_sentencepiece
         try:
-            self._tokenizer = load(self._files.definition())
+            with without_panics():
+                self._tokenizer = load(self._files.definition())
         except BaseException as error:
             if not is_foreign(error):
                 raise
@@ -246,7 +284,9 @@ class _Gigatoken(Encoder):
         if resident_bytes() > self._ceiling:
             del self._tokenizer  # before loading: memory must not hold two
             self._load()
-        rows = self._tokenizer.encode_batch(self._array(block), parallel=self._limits.threads > 1)
+        texts = self._array(block)
+        with without_panics():
+            rows = self._tokenizer.encode_batch(texts, parallel=self._limits.threads > 1)
         layout = self._awkward.to_packed(rows).layout
         return np.asarray(layout.content.data), np.asarray(layout.offsets.data, np.int64)
 
@@ -266,7 +306,8 @@ def load_tokenizers(files: TokenizerFiles) -> Any:
     """Return the `tokenizers.Tokenizer` of a tokenizer.json."""
     module = require("tokenizers", f"tokenizer {files.name}")
     try:
-        return module.Tokenizer.from_buffer(files.definition())
+        with without_panics():
+            return module.Tokenizer.from_buffer(files.definition())
     except BaseException as error:
         if not is_foreign(error):
             raise

@@ -1,7 +1,7 @@
 """Run Python code in a forked child process with limits on CPU time and memory.
 
-    for text in run_limited(render(chats), seconds=10, num_bytes=2 << 30):
-        ...    # render is a generator; it runs in the child, which sends its items
+    for text in run_limited(render, chats, seconds=10, num_bytes=2 << 30):
+        ...    # render(chat) of every chat, computed in the child
 
 Python cannot interrupt a loop inside C or Rust code, and a library may abort the process. A child
 process can be killed; if it dies, this process raises an error of one line.
@@ -15,13 +15,14 @@ import os
 import resource
 import signal
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from megapack.errors import MegapackError
 
+A = TypeVar("A")
 T = TypeVar("T")
 
 _WALL_FACTOR = 30  # limit of elapsed time / of CPU time: a deadlock uses no CPU time
@@ -32,16 +33,26 @@ class LimitError(MegapackError):
     """The child exceeded a limit or was killed. The message is a clause that states the reason."""
 
 
-def run_limited(items: Iterable[T], *, seconds: float, num_bytes: int) -> Iterator[T]:
-    """Yield ``items``, which a child process computes. Closing the iterator ends the child.
+def run_limited(
+    function: Callable[[A], T],
+    arguments: Sequence[A],
+    *,
+    seconds: float,
+    num_bytes: int,
+    batch: int = 64,
+) -> Iterator[T]:
+    """Yield ``function`` of every argument, computed in a child process.
+
+    Closing the iterator ends the child.
 
     Args:
-        seconds: limit of CPU time per item; ``renew_time_limit`` restarts it.
+        seconds: limit of CPU time per argument; ``renew_time_limit`` restarts it.
         num_bytes: limit of the child's memory, in addition to what this process has mapped.
+        batch: results per message: a message costs as much as several short conversations.
 
     Raises:
-        LimitError: the child exceeded a limit, or died.
-        Exception: any exception that ``items`` raises.
+        LimitError: the child exceeded a limit, or died, at the next argument.
+        Exception: any exception that ``function`` raises.
     """
     reader, writer = multiprocessing.Pipe(duplex=False)
     with warnings.catch_warnings():
@@ -51,30 +62,35 @@ def run_limited(items: Iterable[T], *, seconds: float, num_bytes: int) -> Iterat
     if child == 0:
         try:
             reader.close()
-            _send_items(items, writer, seconds, num_bytes)
+            _set_limits(seconds, num_bytes)
+            _send_results(function, arguments, batch, writer)
         finally:
             os._exit(0)
     writer.close()
-    status = None
+    status, num_done = None, 0
+    error: BaseException | None = None
     try:
-        while True:
+        while error is None:
             try:
-                item, error = reader.recv()
+                results, error = reader.recv()
             except EOFError:
                 status = os.waitpid(child, 0)[1]
-                raise LimitError(_reason(status, seconds)) from None
-            if isinstance(error, MemoryError):
-                raise LimitError(f"it needs more than {num_bytes / 2**30:g} GiB of memory")
-            if isinstance(error, StopIteration):
-                return
-            if error is not None:
-                raise error
-            yield item
+                results, error = [], LimitError(_reason(status, seconds))
+            yield from results
+            num_done += len(results)
     finally:
         reader.close()
         if status is None:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
+    if isinstance(error, MemoryError):
+        error = LimitError(f"it needs more than {num_bytes / 2**30:g} GiB of memory")
+    if isinstance(error, LimitError) and batch > 1 and num_done + 1 < len(arguments):
+        # The child may have lost finished results of its last batch: send each by itself.
+        unfinished = arguments[num_done:]
+        yield from run_limited(function, unfinished, seconds=seconds, num_bytes=num_bytes, batch=1)
+    elif not isinstance(error, StopIteration):
+        raise error
 
 
 def renew_time_limit() -> None:
@@ -84,7 +100,7 @@ def renew_time_limit() -> None:
         signal.setitimer(signal.ITIMER_REAL, _WALL_FACTOR * _seconds)
 
 
-def _send_items(items: Iterable[Any], writer: Connection, seconds: float, num_bytes: int) -> None:
+def _set_limits(seconds: float, num_bytes: int) -> None:
     global _seconds  # noqa: PLW0603 (of this process)
     _seconds = seconds
     for number in (signal.SIGPROF, signal.SIGALRM):
@@ -98,20 +114,29 @@ def _send_items(items: Iterable[Any], writer: Connection, seconds: float, num_by
     # Discard stderr: a library that aborts prints several lines, and so does Python.
     faulthandler.disable()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    iterator, error = iter(items), None
+
+
+def _send_results(
+    function: Callable[[A], T], arguments: Sequence[A], batch: int, writer: Connection
+) -> None:
+    """Send (list of results, exception that ends them or None) until all are sent."""
+    results: list[T] = []
+    remaining, error = iter(arguments), None
     while error is None:
         renew_time_limit()
-        item = None
         try:
-            item = next(iterator)
+            results.append(function(next(remaining)))
         except BaseException as raised:
             error = raised
+        if error is None and len(results) < batch:
+            continue
         signal.setitimer(signal.ITIMER_REAL, 0)  # do not limit the wait for a slow parent
         try:
-            writer.send((item, error))
+            writer.send((results, error))
         except MemoryError as raised:  # pickling needs memory, too
-            item, error = None, raised
-            writer.send((item, error))
+            error = raised
+            writer.send(([], error))
+        results = []
 
 
 def _reason(status: int, seconds: float) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -92,7 +92,7 @@ def require_runnable(files: TokenizerFiles) -> None:
         return
     require("sentencepiece" if files.kind == "sentencepiece" else "tokenizers", files.name)
     try:
-        (problem,) = run_limited(_trial(files), seconds=_TRIAL_SECONDS, num_bytes=_TRIAL_BYTES)
+        (problem,) = run_limited(_trial, [files], seconds=_TRIAL_SECONDS, num_bytes=_TRIAL_BYTES)
     except LimitError as error:
         problem = str(error)
     if problem is not None:
@@ -102,18 +102,17 @@ def require_runnable(files: TokenizerFiles) -> None:
         )
 
 
-def _trial(files: TokenizerFiles) -> Iterator[str | None]:
-    """Run the reference; yield None if it loads, else the error in one line."""
+def _trial(files: TokenizerFiles) -> str | None:
+    """Run the reference; return None if it loads, else the error in one line."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a forked process has no threads
     try:
         encoder = open_reference(files)
     except BaseException as error:
-        yield first_line(error)
-        return
+        return first_line(error)
     # Ignore errors: a build reports them per document. Only an endless loop is a failure here.
     with contextlib.suppress(BaseException):
         encoder.encode(TextBlock.of_texts(hard_texts(files)))
-    yield None
+    return None
 
 
 def sample_blocks(shards: Sequence[Shard], read: ReadOptions) -> list[TextBlock]:

@@ -80,7 +80,7 @@ class TemplateChats:
         """Render JSON documents in a child process; yield a DataError for an unusable one.
         Raises LimitError if the next document needs too much time or memory.
         """
-        return run_limited(map(self._render_json, texts), **_LIMITS)
+        return run_limited(self._render_json, texts, **_LIMITS)
 
     def _render_json(self, text: str) -> Rendered | DataError:
         try:
@@ -245,12 +245,12 @@ def _names_read(files: TokenizerFiles) -> frozenset[str]:
     """Return the variables that the templates read."""
 
     # Runs in a child process, as Jinja evaluates constant expressions when it compiles.
-    def names() -> Iterator[frozenset[str]]:
+    def names(files: TokenizerFiles) -> frozenset[str]:
         templates = _open_templates(files).values()
-        yield frozenset().union(*(template.variables for template in templates))
+        return frozenset().union(*(template.variables for template in templates))
 
     try:
-        (result,) = run_limited(names(), **_LIMITS)
+        (result,) = run_limited(names, [files], **_LIMITS)
     except LimitError as error:
         raise ConfigError(
             f"the chat template of {files.name} cannot be compiled: {error}; use another template"

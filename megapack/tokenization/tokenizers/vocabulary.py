@@ -1,7 +1,7 @@
 """Look up single tokens of a vocabulary: the id of a text, the bytes of an id.
 
     files = TokenizerFiles.open("tokenizer.json")                # byte-level BPE
-    token_of(files, "<|fim_prefix|>", "fim")                     # -> 50253
+    token_of(files, "<|endoftext|>", "--eod-token")              # -> 50256
     token_bytes(files)[262]                                      # -> b" the"
 
 Both are read from the files; no text is encoded. Byte-level BPE writes bytes in GPT-2's alphabet

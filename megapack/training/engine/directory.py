@@ -69,7 +69,7 @@ class RunDirectory:
         self.tensorboard = self.path / "tensorboard"
         self.profile = self.path / "profile"
         self.flight = self.path / "flight"
-        self.at: dict[str, int] = {}
+        self.steps: dict[str, int] = {}
         """``step`` (steps done) and ``saved`` (steps in a checkpoint), for ``end.json``."""
         self.config = self.path / "config.yaml"
         self.starts = self.path / "starts.jsonl"
@@ -150,7 +150,7 @@ class RunDirectory:
         """Record the state: "done", "signal", "stop_at", "error" or "running"."""
         where = {"host": socket.gethostname(), "pid": os.getpid()}
         with atomic_write(self.ended, "w") as file:
-            json.dump({"time": time.time(), "reason": reason, **where, **self.at, **facts}, file)
+            json.dump({"time": time.time(), "reason": reason, **where, **self.steps, **facts}, file)
 
     def copy_logs(self, trunk: Path) -> None:
         """Copy the logs of ``trunk``, the run that this run branches from. Logs that this run

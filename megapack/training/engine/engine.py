@@ -80,6 +80,9 @@ class StepResult:
     balance_sum: Tensor | None
     """Sum of the load-balancing losses of this rank's micro batches, weighted by their labels,
     without their coefficient; None if the model has no such loss."""
+    divergence_sum: Tensor | None
+    """Scalar on the device: weighted sum of the divergences of this rank's label tokens from a
+    teacher; None without one."""
     label_weight: float
     """Denominator of the whole step on all ranks: its label tokens, or the sum of their weights."""
     sample_losses: Tensor
@@ -213,6 +216,7 @@ def train_step(
         group["lr"] = lr * (engine.muon_lr_ratio if group.get("use_muon") else 1.0)
     loss_sums, sample_losses, source, forward = [], [], [], Stopwatch(world.device)
     balances: list[Tensor] = []
+    divergence_sums: list[Tensor] = []
     for batch in micro_batches:
         world.progress.at(f"micro step {batch['micro_step']} of step {batch['step']}")
         # The denominator is 0 for a step without labels, whose loss sums are 0, too.
@@ -221,15 +225,16 @@ def train_step(
         scale = world.size / (weight or 1.0)
         last = batch["micro_step"] == batch["num_micro_steps"] - 1
         engine.set_gradient_accumulation_boundary(last)
-        arguments = on_device(batch, world.device, config)
+        arguments = on_device(batch, world.device, config, engine.module.distill)
         with forward:
-            loss, losses, balance = engine(**arguments, scale=scale)
+            loss, losses, balance, divergences = engine(**arguments, scale=scale)
         # Clone: without ZeRO, DeepSpeed 0.19 divides by the accumulation steps in spite of
         # scale_wrt_gas if backward starts at the very tensor that its forward returned.
         engine.backward(loss.clone(), scale_wrt_gas=False)
-        label_weights = arguments.get("label_weights")
-        weighted = losses if label_weights is None else losses * label_weights.flatten()
-        loss_sums.append(weighted.sum())
+        factors = arguments["label_weights"].flatten() if "label_weights" in arguments else 1
+        loss_sums.append((losses * factors).sum())
+        if divergences is not None:
+            divergence_sums.append((divergences * factors).sum())
         if balance is not None:
             balances.append(balance)
         sample_losses.append(_sum_by_sample(losses, batch))
@@ -242,6 +247,7 @@ def train_step(
     return StepResult(
         loss_sum=torch.stack(loss_sums).sum(),
         balance_sum=torch.stack(balances).sum() if balances else None,
+        divergence_sum=torch.stack(divergence_sums).sum() if divergence_sums else None,
         label_weight=weight,
         sample_losses=torch.cat(sample_losses),
         source=np.concatenate(source),

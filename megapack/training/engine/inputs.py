@@ -1,6 +1,6 @@
 """Inputs of a run: open them, check that they fit together, and record what determines the run.
 
-``open_inputs`` opens training and validation data. ``check_run`` checks a run before its ranks
+``Inputs`` opens training and validation data. ``check_run`` checks a run before its ranks
 connect and its model is built. ``open_validation`` opens held-out documents. ``steps_from_lengths``
 plans a run before its corpus exists. ``run_record`` lists everything that determines a run, for
 checkpoints.
@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import numpy as np
@@ -31,14 +30,16 @@ from megapack.data.resume import (
     model_record,
     tokenizer_digest,
 )
-from megapack.data.run import Decisions, OpenRun, PlannedRun, open_run, plan_steps
-from megapack.data.steps import StepConfig
+from megapack.data.run import ORDER_FIELDS, Decisions, OpenRun, PlannedRun
 from megapack.errors import ConfigError, FormatError, MegapackError
 from megapack.packing import SampleIndex, pack
 from megapack.packing.sharded import SourceIndex
 from megapack.storage import IndexedDataset
+from megapack.storage.address import is_remote
+from megapack.storage.columns import Column
 from megapack.storage.dataset import read_lengths_file
-from megapack.training.config import PretrainConfig
+from megapack.storage.metadata import check_bin
+from megapack.training.config import DistillConfig, PretrainConfig
 from megapack.training.engine.deepspeed_config import check_deepspeed
 from megapack.training.engine.world import World
 from megapack.training.model.architecture import (
@@ -47,18 +48,45 @@ from megapack.training.model.architecture import (
     position_limit,
 )
 from megapack.training.model.flops import num_experts
-from megapack.training.model.opening import check_document_positions
+from megapack.training.model.opening import check_document_positions, check_routes
 
 
-@dataclass(frozen=True, kw_only=True)
 class Inputs(OpenRun):
-    """Opened data of a run."""
+    """Opened data of a run, and its steps.
 
-    vocab_size: int
-    valid: PackedDataset | None
-    """Held-out documents of ``data.valid_prefix``."""
-    valid_sources: dict[str, PackedDataset] = field(default_factory=dict)
-    """Held-out documents of the blend's sources, by name."""
+    Args:
+        config: of the run.
+        decided: decisions of the run; None: read them from its directory.
+
+    Attributes:
+        vocab_size: vocabulary size of the model.
+        valid: held-out documents of ``data.valid_prefix``, or None.
+        valid_sources: held-out documents of the blend's sources, by name.
+
+    Raises:
+        ConfigError: sizes do not fit, the vocabulary is unknown, or a file does not exist.
+        IndexMismatchError: an index belongs to different documents.
+        FormatError, OSError: a file is damaged or cannot be read.
+    """
+
+    def __init__(self, config: PretrainConfig, decided: Decisions | None = None) -> None:
+        try:
+            super().__init__(config, decided)
+            options: dict[str, Any] = {
+                "buckets": config.evaluation.buckets or self.schedule.capacities,
+                "positions": _valid_positions(config.data.positions),
+            }
+            prefix, index = config.data.valid_prefix, config.data.valid_index
+            self.vocab_size = vocabulary_size(config, self)
+            self.valid = None if prefix is None else open_validation(prefix, index, **options)
+            self.valid_sources = (
+                {} if self.blend is None else open_validation_of_sources(self.blend, **options)
+            )
+        except FileNotFoundError as error:
+            raise ConfigError(
+                f"data: {error}; to plan a run before there are data, give --dry-run --lengths (a "
+                ".npy file of tokens per document, or lognormal:MEAN,MEDIAN,DOCUMENTS)"
+            ) from error
 
     @property
     def held_out(self) -> list[PackedDataset]:
@@ -91,38 +119,6 @@ class Inputs(OpenRun):
         }
 
 
-def open_inputs(config: PretrainConfig, decided: Decisions | None = None) -> Inputs:
-    """Open training and validation data and plan the steps of the run.
-
-    ``decided`` are decisions of the run; None: read them from its directory.
-
-    Raises:
-        ConfigError: sizes do not fit, the vocabulary is unknown, or a file does not exist.
-        IndexMismatchError: an index belongs to different documents.
-        FormatError, OSError: a file is damaged or cannot be read.
-    """
-    try:
-        run = open_run(config, decided)
-        options: dict[str, Any] = {
-            "buckets": config.evaluation.buckets or run.schedule.capacities,
-            "positions": _valid_positions(config.data.positions),
-        }
-        prefix, index = config.data.valid_prefix, config.data.valid_index
-        return Inputs(
-            **run.__dict__,
-            vocab_size=vocabulary_size(config, run),
-            valid=None if prefix is None else open_validation(prefix, index, **options),
-            valid_sources=(
-                {} if run.blend is None else open_validation_of_sources(run.blend, **options)
-            ),
-        )
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"data: {error}; to plan a run before there are data, give --dry-run --lengths (a .npy "
-            "file of tokens per document, or lognormal:MEAN,MEDIAN,DOCUMENTS)"
-        ) from error
-
-
 def _valid_positions(positions: str) -> Literal["segment", "document"]:
     # Held-out documents are scored alone, so "sample" does not apply.
     return "document" if positions == "document" else "segment"
@@ -146,7 +142,8 @@ def vocabulary_size(config: PretrainConfig, run: PlannedRun) -> int:
 
 
 def verify_samples(inputs: Inputs, world: World) -> None:
-    """Verify the checksums of every .samples file, once per host; collective.
+    """Verify the checksums of every .samples file, and those of local .bin files with a meta file
+    as far as 1 GiB of reading suffices for each source, once per host; collective.
 
     Shards are compared with their manifest later, when the first sample is drawn from them.
 
@@ -158,7 +155,10 @@ def verify_samples(inputs: Inputs, world: World) -> None:
             _verify(inputs)
         except (MegapackError, OSError) as error:
             problem = str(error)
-    world.fail_together(problem, "samples", FormatError)
+    world.fail_together(problem, "data", FormatError)
+
+
+_VERIFIED_BYTES = 1 << 30  # per source, of .bin files
 
 
 def _verify(inputs: Inputs) -> None:
@@ -167,17 +167,22 @@ def _verify(inputs: Inputs) -> None:
             for shard in index.open_shards:
                 if shard is not None:
                     shard.verify()
+        for source in data.datasets:
+            local = [prefix for prefix in source.prefixes if not is_remote(prefix)]
+            for prefix in local:
+                check_bin(prefix, _VERIFIED_BYTES // len(local))
 
 
 def check_run(config: PretrainConfig, run: PlannedRun, num_ranks: int) -> Any:
     """Check a run before its ranks connect; return the transformers configuration of its model.
 
-    For a run planned by ``plan_steps``, which has no data, only lengths are checked.
+    For a run planned by ``steps_from_lengths``, which has no data, only lengths are checked.
 
     Raises:
         ConfigError: the micro batches of a stage cannot be divided among the ranks; DeepSpeed
             refuses its configuration; a document is longer than the positions of the model; a token
-            id is outside its vocabulary; a checkpoint does not fit the model.
+            id is outside its vocabulary; a checkpoint does not fit the model; routes cannot be
+            replayed.
         FormatError: one of these errors has a damaged .samples file as its cause.
     """
     run.sampler(0, num_ranks)
@@ -190,10 +195,11 @@ def check_run(config: PretrainConfig, run: PlannedRun, num_ranks: int) -> Any:
             f"optimizer: kind is muon and {architecture.model_type!r} has experts, whose matrices "
             "are stacked; DeepSpeed's Muon needs single matrices: set optimizer.kind to adamw"
         )
+    if config.model.replay_routes and isinstance(run, Inputs):
+        check_routes(architecture, run.data.columns)
     positions = config.data.positions
     try:
-        indices, fim = run.schedule.samples.indices, run.schedule.samples.fim
-        room = 0 if fim is None else fim.room
+        indices, room = run.schedule.samples.indices, run.schedule.samples.fim_room
         row = run.schedule.config.row_tokens
         what = "the training data"
         _check_positions(indices, architecture, positions, what, room=room, row_tokens=row)
@@ -204,11 +210,65 @@ def check_run(config: PretrainConfig, run: PlannedRun, num_ranks: int) -> Any:
                 _check_positions(data.samples.indices, architecture, valid, str(data))
             for data in (run.data, *run.held_out):
                 check_token_ids(data, architecture.vocab_size)
+            if config.distill is not None:
+                check_teacher(config.distill, run.data, architecture.vocab_size)
     except ConfigError:
         if isinstance(run, Inputs):
             _verify(run)  # a damaged index may be the cause
         raise
     return architecture
+
+
+def check_teacher(distill: DistillConfig, data: PackedDataset, vocab_size: int) -> None:
+    """Check that the batches carry a teacher's columns, and that their ids are the model's.
+
+    Reads some rows of every open shard. Raises ConfigError.
+    """
+    names = (distill.ids, distill.logits)
+    if missing := [name for name in names if name not in data.columns]:
+        raise ConfigError(
+            f"distill: the data do not carry column {missing[0]}; write it (megapack-teacher), and "
+            f"set data.columns: [{', '.join(names)}] (of a blend: columns in its manifest)"
+        )
+    ids, logits = (data.columns[name] for name in names)
+    problem = None
+    if "int" not in ids.dtype or "float" not in logits.dtype:
+        problem = "ids are integers and logits are floats"
+    elif len(ids.shape) != 1 or ids.shape != logits.shape:
+        problem = "both have the same shape [k]"
+    elif (ids.of, logits.of) != ("target", "target"):
+        problem = "both are of: target, since they belong to the token that they predict"
+    elif logits.fill <= 0:
+        problem = "the fill value of logits is above 0, which marks tokens without a teacher"
+    if problem is not None:
+        columns = f"{names[0]} is {ids} and {names[1]} is {logits}"
+        raise ConfigError(f"distill: column {columns}; {problem}: write them with megapack-teacher")
+    for source in data.datasets:
+        for shard in range(0, source.num_shards, max(1, source.num_shards // _SAMPLED)):
+            opened = source.open(shard).columns
+            if all(name in opened for name in names):
+                _check_ids(opened[names[0]], opened[names[1]], vocab_size, source.prefix)
+
+
+_SAMPLED = 64  # shards of a source, stretches of a shard
+
+
+def _check_ids(ids: Column, logits: Column, vocab_size: int, prefix: str) -> None:
+    for begin in np.linspace(0, len(ids.rows), _SAMPLED, endpoint=False).astype(int).tolist():
+        rows = np.sort(np.asarray(ids.rows[begin : begin + 16]).astype(np.int64), axis=1)
+        numbers = logits.spec.numbers(np.asarray(logits.rows[begin : begin + 16]))
+        rows = rows[numbers[:, 0] <= 0]  # others have no teacher
+        repeated = (np.diff(rows, axis=1) == 0).any()
+        if repeated or (rows.size and not 0 <= rows.min() <= rows.max() < vocab_size):
+            what = (
+                "repeats an id in a row"
+                if repeated
+                else f"has ids from {rows.min()} to {rows.max()}"
+            )
+            raise ConfigError(
+                f"distill: column {ids.name} of {prefix} {what}, and the model has {vocab_size} "
+                "ids; write it with a teacher of the same tokenizer"
+            )
 
 
 def _check_positions(
@@ -308,7 +368,7 @@ def steps_from_lengths(
     largest = config.data.micro_batch_tokens
     usual = [2**k for k in range(10, 15) if largest % 2**k == 0] or [largest]
     index = pack(read_lengths(source, config.seed), "bucket", buckets=list(buckets or usual))
-    return plan_steps(config, [index])
+    return PlannedRun(config, [index])
 
 
 def read_lengths(source: str, seed: int) -> NDArray[Any]:
@@ -348,8 +408,7 @@ _LAYOUT = "divides the same computation among ranks, memory or time"
 NO_EFFECT = {
     **dict.fromkeys(("run_dir", "stop_at", "logging", "evaluation", "checkpoint"), _OUTPUT),
     **dict.fromkeys(("num_steps", "num_epochs"), _LENGTH),
-    **{f"data.{field.name}": _ORDER for field in fields(StepConfig)},
-    **dict.fromkeys(("seed", "data.loss", "data.fim"), _ORDER),
+    **dict.fromkeys(("seed", *(f"data.{name}" for name in ORDER_FIELDS)), _ORDER),
     **{
         f"model.{name}": _RESOLVED
         for name in ("preset", "pretrained", "config", "overrides", "allow_missing")

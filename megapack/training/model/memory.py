@@ -145,7 +145,7 @@ def _activations(
         live = _Live()
         with live:
             with torch.autocast("cpu", dtype=dtype) if autocast else nullcontext():
-                loss, losses, _ = model(tokens, tokens, tokens, cu_seqlens, max_seqlen=longest)
+                loss, losses, *_ = model(tokens, tokens, tokens, cu_seqlens, max_seqlen=longest)
             head = model.model.get_output_embeddings().weight  # type: ignore[operator]
             chunk = min(engine.loss_chunk_tokens, num_tokens)
             half = dtype is not None and not in_half

@@ -12,6 +12,7 @@ over the chunks are added in the weight's dtype.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -27,13 +28,16 @@ from megapack.attention import (
     alibi_slopes,
     check_architecture,
     check_positions,
+    check_replay,
     check_sequence_parallel,
     choose_backend,
     over_ranks,
     register,
+    routes_shape,
 )
+from megapack.attention.routes import COLUMN
 from megapack.errors import ConfigError
-from megapack.training.config import EngineConfig, ModelConfig
+from megapack.training.config import DistillConfig, EngineConfig, ModelConfig
 from megapack.training.model.architecture import (
     attention_needs,
     check_checkpoint,
@@ -115,6 +119,7 @@ def open_model(
     seed: int = 0,
     empty: bool = False,
     zero_3: Mapping[str, Any] | None = None,
+    distill: DistillConfig | None = None,
     sequence_group: Any = None,
     progress: Callable[[], object] = lambda: None,
 ) -> tuple[TrainingModel, Choice]:
@@ -127,6 +132,7 @@ def open_model(
         architecture: result of ``model_configuration``.
         empty: build on the meta device, for an estimate.
         zero_3: DeepSpeed's configuration, if ZeRO-3 divides parameters; else None.
+        distill: see ``TrainingModel``.
         sequence_group: process group of the ranks that share long samples.
         progress: called for every loaded tensor (not with ``zero_3``).
 
@@ -150,6 +156,7 @@ def open_model(
             chunk_tokens=engine.loss_chunk_tokens,
             fused_loss=engine.compile,
             zero_3=zero_3,
+            distill=distill,
             sequence_group=sequence_group,
             progress=progress,
         )
@@ -191,6 +198,30 @@ def check_document_positions(configuration: Any, longest: int) -> None:
     register_architectures()
     register("eager")
     check_positions(configuration, attention=ATTENTION_NAME, build=_from_scratch, longest=longest)
+
+
+def check_routes(configuration: Any, columns: Mapping[str, Any]) -> None:
+    """Check that an architecture can replay routes, and that batches carry routes of its shape.
+
+    ``columns``: types of the columns of the batches (``ColumnSpec``). Raises ConfigError that names
+    the architecture and the reason, or the column and both shapes.
+    """
+    register_architectures()
+    check_replay(configuration, _from_scratch)
+    with torch.device("meta"):
+        shape = routes_shape(_from_scratch(copy.deepcopy(configuration), "eager"))
+    column = columns.get(COLUMN)
+    if column is None:
+        raise ConfigError(
+            f"model.replay_routes is true, and batches have no column {COLUMN!r}: set "
+            f"data.columns=[{COLUMN}] (for a blend, columns in its manifest)"
+        )
+    if column.of != "token" or "int" not in column.dtype or tuple(column.shape) != shape:
+        raise ConfigError(
+            f"column {COLUMN!r} is {column.dtype} {list(column.shape)} of {column.of}, and "
+            f"{configuration.model_type!r} replays int16 {list(shape)} of token (layers with "
+            "experts, experts per token): record it with this architecture"
+        )
 
 
 def check_slices(
@@ -242,6 +273,7 @@ def build_model(
     chunk_tokens: int = 2048,
     fused_loss: bool = False,
     zero_3: Mapping[str, Any] | None = None,
+    distill: DistillConfig | None = None,
     sequence_group: Any = None,
     progress: Callable[[], object] = lambda: None,
 ) -> TrainingModel:
@@ -284,7 +316,9 @@ def build_model(
         chunk_tokens=chunk_tokens,
         fused_loss=fused_loss,
         z_loss=config.z_loss,
+        distill=distill,
         sequence_group=sequence_group,
+        replays=config.replay_routes,
     ).train()
 
 

@@ -2,16 +2,19 @@
 
 The scaled sum is the architecture's training loss, ``model(labels=...).loss`` of transformers,
 times the labels of the stream, with the load-balancing loss if the architecture has one
-(``megapack.attention.experts``); ``check_architecture`` compares the two. A z-loss may be added.
+(``megapack.attention.experts``); ``check_architecture`` compares the two. A z-loss may be added,
+and the divergence from a teacher mixed in (``megapack.training.model.loss``).
 
-    loss, losses, balance = TrainingModel(model, chunk_tokens=2048)(**on_device(batch, ...))
-    # -> the sum of the losses of the labels, the loss of every position, None without experts
+    result = TrainingModel(model, chunk_tokens=2048)(**on_device(batch, ...))
+    # -> the sum of the losses of the labels, the loss of every position, None without experts,
+    #    None without a teacher
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -21,13 +24,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from megapack.attention import LoadBalancing, token_mask, varlen_arguments
+from megapack.attention import LoadBalancing, replay_routes, token_mask, varlen_arguments
+from megapack.attention.routes import COLUMN
 from megapack.attention.transformers_interface import add_segment_numbers
 from megapack.data import Batch
 from megapack.data.batch import slot_tokens
-from megapack.training.config import EngineConfig
+from megapack.training.config import DistillConfig, EngineConfig
 from megapack.training.model.flops import whole_shape
-from megapack.training.model.loss import IGNORED_LABEL, linear_cross_entropy
+from megapack.training.model.loss import (
+    IGNORED_LABEL,
+    Teacher,
+    linear_cross_entropy,
+    top_log_probabilities,
+)
 
 Saving: TypeAlias = Callable[[], saved_tensors_hooks]
 
@@ -40,7 +49,9 @@ class TrainingModel(nn.Module):
         chunk_tokens: number of positions whose logits exist at once.
         fused_loss: compile the elementwise part of the loss.
         z_loss: coefficient of the z-loss (``linear_cross_entropy``).
+        distill: distillation from a teacher; None: none.
         sequence_group: process group of the ranks that share long samples.
+        replays: replay ``expert_routes`` of a forward; False: ignore them.
     """
 
     def __init__(
@@ -50,14 +61,18 @@ class TrainingModel(nn.Module):
         chunk_tokens: int,
         fused_loss: bool = False,
         z_loss: float = 0.0,
+        distill: DistillConfig | None = None,
         sequence_group: Any = None,
+        replays: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
+        self.replays = replays
         add_segment_numbers(model)
         self.chunk_tokens = chunk_tokens
         self.fused_loss = fused_loss
         self.z_loss = z_loss
+        self.distill = distill
         self.sequence_group = sequence_group
         balancing = LoadBalancing.of(model)
         is_on = getattr(model.config, "output_router_logits", False)
@@ -80,6 +95,10 @@ class TrainingModel(nn.Module):
         text = f"{self.configuration.model_type}, {self.num_parameters:,} parameters"
         if self.z_loss:
             text += f", with {self.z_loss:g} times the z-loss"
+        if self.distill is not None:
+            text += f", distilled from column {self.distill.logits} (alpha {self.distill.alpha:g})"
+        if self.replays:
+            text += ", with replayed routes"
         if self.balancing is not None:
             return f"{text}, with {self.balancing}"
         if self.unused_balancing is not None:
@@ -122,10 +141,13 @@ class TrainingModel(nn.Module):
         max_seqlen: int,
         label_weights: Tensor | None = None,
         dataset_ids: Tensor | None = None,
+        teacher_ids: Tensor | None = None,
+        teacher_logits: Tensor | None = None,
+        expert_routes: Tensor | None = None,
         scale: float = 1.0,
         sequence_parallel_size: int = 1,
         sequence_parallel_rank: int = 0,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Return the losses of a micro batch, or of a slice of it (``sequence_parallel_size`` > 1).
 
         Args:
@@ -135,20 +157,63 @@ class TrainingModel(nn.Module):
             label_weights: ``[1, T]`` float32, factors on the loss of every label; None: 1.
             dataset_ids: ``[segments]`` int32, of the whole micro batch, -1 for padding; None: no
                 padding.
+            teacher_ids, teacher_logits: ``[1, T, k]``, ids and log-probabilities of a ``Teacher``,
+                which ``distill`` mixes into the loss in training mode.
+            expert_routes: ``[1, T, layers, top_k]``, experts to replay (``replay_routes``); None:
+                the router's choices.
             scale: factor on the first result.
 
         Returns:
-            Three results; the scalars of all slices add up to those of the micro batch. First,
+            Four results; the scalars of all slices add up to those of the micro batch. First,
             ``scale`` times the training loss, a scalar (in evaluation mode, the cross entropy
             alone). Second, the loss of every position, ``[T]``, without a gradient
             (``linear_cross_entropy``). Third, the load-balancing loss times the labels of the micro
             batch, a scalar without a gradient, scale or coefficient; None without experts or in
-            evaluation mode.
+            evaluation mode. Fourth, the divergence of every position, ``[T]``, without a gradient;
+            None without a teacher or in evaluation mode.
         """
         segments = cu_seqlens, max_seqlen, sequence_parallel_size
         balancing = self.balancing if self.training else None
         options = {} if self.balancing is None else {"output_router_logits": self.training}
-        outputs = self._outputs(tokens, position_ids, *segments, **options)
+        routes = expert_routes if self.replays else None
+        with nullcontext() if routes is None else replay_routes(self.model, routes):
+            outputs = self._outputs(tokens, position_ids, *segments, **options)
+        hidden, weight, softcap = self._head(outputs)
+        teacher = None
+        if teacher_ids is not None and teacher_logits is not None and self.training:
+            assert self.distill is not None, "the weight of a teacher is unknown"
+            tables = teacher_ids.flatten(0, 1), teacher_logits.flatten(0, 1)
+            teacher = Teacher(*tables, self.distill.alpha, self.distill.temperature)
+        loss, losses, divergences = linear_cross_entropy(
+            hidden,
+            weight,
+            labels.flatten(),
+            label_weights=None if label_weights is None else label_weights.flatten(),
+            scale=scale,
+            softcap=softcap,
+            z_loss=self.z_loss if self.training else 0.0,
+            teacher=teacher,
+            chunk_tokens=self.chunk_tokens,
+            fused=self.fused_loss,
+        )
+        if balancing is None:
+            return loss, losses, None, divergences
+        group = self.sequence_group if sequence_parallel_size > 1 else None
+        mask = torch.ones_like(losses, dtype=torch.bool)
+        if dataset_ids is not None:
+            num_tokens = len(losses) * sequence_parallel_size
+            whole = token_mask(cu_seqlens, dataset_ids, num_tokens)
+            mask = whole.view(sequence_parallel_size, -1)[sequence_parallel_rank]
+        counted = (labels != IGNORED_LABEL).float() if label_weights is None else label_weights
+        label_weight = counted.sum()
+        if group is not None:
+            dist.all_reduce(label_weight, group=group)
+        balance = label_weight * balancing.loss(outputs.router_logits, mask, group)
+        loss = loss + scale * balancing.coefficient * balance
+        return loss, losses, balance.detach(), divergences
+
+    def _head(self, outputs: Any) -> tuple[Tensor, Tensor, float]:
+        """Return the states before the head ``[T, width]``, its weight, and the logits' softcap."""
         hidden = outputs.last_hidden_state.flatten(0, 1)
         head: Any = self.model.get_output_embeddings()  # type: ignore[operator]
         # Some architectures scale their logits: Cohere has a factor, Granite a divisor.
@@ -156,31 +221,20 @@ class TrainingModel(nn.Module):
         factor, divisor = (float(value or 1.0) for value in scales)
         if factor != divisor:
             hidden = hidden * (factor / divisor)
-        loss, losses = linear_cross_entropy(
-            hidden,
-            head.weight,
-            labels.flatten(),
-            label_weights=None if label_weights is None else label_weights.flatten(),
-            scale=scale,
-            softcap=getattr(self.configuration, "final_logit_softcapping", None) or 0.0,
-            z_loss=self.z_loss if self.training else 0.0,
-            chunk_tokens=self.chunk_tokens,
-            fused=self.fused_loss,
-        )
-        if balancing is None:
-            return loss, losses, None
-        group = self.sequence_group if sequence_parallel_size > 1 else None
-        mask = torch.ones_like(losses, dtype=torch.bool)
-        if dataset_ids is not None:
-            num_tokens = len(losses) * sequence_parallel_size
-            whole = token_mask(cu_seqlens, dataset_ids, num_tokens)
-            mask = whole.view(sequence_parallel_size, -1)[sequence_parallel_rank]
-        weight = (labels != IGNORED_LABEL).float() if label_weights is None else label_weights
-        weight = weight.sum()
-        if group is not None:
-            dist.all_reduce(weight, group=group)
-        balance = weight * balancing.loss(outputs.router_logits, mask, group)
-        return loss + scale * balancing.coefficient * balance, losses, balance.detach()
+        softcap = getattr(self.configuration, "final_logit_softcapping", None) or 0.0
+        return hidden, head.weight, softcap
+
+    @torch.no_grad()
+    def most_likely(
+        self, tokens: Tensor, position_ids: Tensor, *segments: Any, k: int, vocab_size: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return ids and log-probabilities ``[T, k]`` of the most likely next tokens.
+
+        Args: as in ``hidden_states``; only ids below ``vocab_size`` exist for the result.
+        """
+        hidden, weight, softcap = self._head(self._outputs(tokens, position_ids, *segments))
+        options: dict[str, Any] = {"softcap": softcap, "chunk_tokens": self.chunk_tokens}
+        return top_log_probabilities(hidden, weight[:vocab_size], k, **options)
 
     def cast(self, dtype: torch.dtype) -> TrainingModel:
         """Cast parameters to ``dtype``; buffers (RoPE frequencies) keep their dtype."""
@@ -226,15 +280,26 @@ def _saved_by(saving: Saving, recompute: Callable[..., Any], *layer: Any, **argu
         return recompute(*layer, **arguments)
 
 
-def on_device(batch: Batch, device: torch.device, config: EngineConfig) -> dict[str, Any]:
+def on_device(
+    batch: Batch,
+    device: torch.device,
+    config: EngineConfig,
+    distill: DistillConfig | None = None,
+) -> dict[str, Any]:
     """Return the arguments of ``TrainingModel.forward`` for one micro batch.
 
-    ``loss_mask`` is passed as ``label_weights`` if losses are weighted.
+    ``loss_mask`` is passed as ``label_weights`` if losses are weighted, and the columns of a
+    teacher with ``distill``.
     """
     names = ("tokens", "labels", "position_ids", "cu_seqlens", "dataset_ids")
     tensors = {name: batch[name] for name in names}
     if is_weighted(batch):
         tensors["label_weights"] = batch["loss_mask"]
+    if distill is not None:
+        tensors["teacher_ids"] = batch[distill.ids]
+        tensors["teacher_logits"] = batch[distill.logits]
+    if COLUMN in batch:
+        tensors["expert_routes"] = batch[COLUMN]
     return {
         **{name: value.to(device, non_blocking=True) for name, value in tensors.items()},
         "max_seqlen": longest_segment(batch, config),

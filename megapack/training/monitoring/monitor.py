@@ -38,6 +38,8 @@ from megapack.training.model.flops import ModelFlops, peak_of
 from megapack.training.monitoring.slowdowns import Slowdowns
 
 _SHOWN = 8  # sources in a log line; log.jsonl and TensorBoard have all
+# Key of a log line -> field of ``StepResult``, for losses that not every model has.
+_OTHER_LOSSES = {"load_balancing_loss": "balance_sum", "distillation_loss": "divergence_sum"}
 logger = logging.getLogger("megapack")
 
 
@@ -148,8 +150,9 @@ def _finite(value: float) -> float | None:
 class Monitor:
     """Collects steps and writes them. All ranks call ``step`` and ``flush``.
 
-    ``loss`` is the mean over label tokens; ``load_balancing_loss`` of a mixture of experts is
-    separate from it, without its coefficient. With several sources, the log has a loss for each.
+    ``loss`` is the mean of the cross entropy over label tokens. ``load_balancing_loss`` of a
+    mixture of experts and ``distillation_loss`` (the mean divergence from a teacher) are separate
+    from it, without their coefficients. With several sources, the log has a loss for each.
 
     Args:
         start: first step; TensorBoard removes earlier curves from this step on.
@@ -248,10 +251,11 @@ class Monitor:
         if not self._lines:
             return
         values = _means([r.loss_sum for r in self._results], self._results)
-        balances = [r.balance_sum for r in self._results if r.balance_sum is not None]
-        if balances:  # the model has experts, so all steps have one
-            for line, mean in zip(self._lines, _means(balances, self._results), strict=True):
-                line["load_balancing_loss"] = _finite(mean)
+        for name, key in _OTHER_LOSSES.items():
+            sums = [getattr(result, key) for result in self._results]
+            if sums[0] is not None:  # all steps have one, or none
+                for line, mean in zip(self._lines, _means(sums, self._results), strict=True):
+                    line[name] = _finite(mean)
         if self._sources is not None:
             self._sources.add_losses(self._lines, self._results)
         # Exclude the first step, which compiles.
@@ -354,6 +358,7 @@ class Monitor:
         parts = [
             f"step {last['step'] + 1}/{self.num_steps}",
             f"loss {loss:.4f}{named_means(mean_by_source(lines))}",
+            *_shown_divergence(lines),
             f"lr {last['lr']:.2e}",
             f"bucket {last['capacity']}",
             f"{tokens:,.0f} tok/s ({useful:,.0f} useful)",
@@ -371,6 +376,11 @@ class Monitor:
         self.flush()
         for writer in self._writers:
             writer.close()
+
+
+def _shown_divergence(lines: Sequence[Mapping[str, Any]]) -> list[str]:
+    known = [line["distillation_loss"] for line in lines if line.get("distillation_loss")]
+    return [f"distillation {sum(known) / len(known):.4f}"] if known else []
 
 
 def _means(sums: list[torch.Tensor], results: list[StepResult]) -> list[float]:

@@ -127,7 +127,7 @@ def test_overwrite_removes_shards_of_other_plans(
     make_own_folder(left.parent)
     left.mkdir()
     (left / "plan.json").write_text("{}")
-    assert run_build(records, overwrite=True).state == "found"
+    assert run_build(records, overwrite=True).state == "complete"
     assert (tmp_path / "out.bin").stat() == before and not left.exists()
     (tmp_path / "out.manifest.json").write_text("damaged")
     assert run_build(records, overwrite=True).state == "built"
@@ -143,7 +143,7 @@ def test_overwrite_of_a_part_keeps_other_parts(records: Path, run_build: Build) 
     other = run_build(records, part=(1, 2), **options)
     assert other.num_shards_kept == other.num_shards == parts[1].num_shards
     assert run_build(records, finish=True, **options).state == "built"
-    assert run_build(records, part=(0, 2), **options).state == "found", "a part has nothing to do"
+    assert run_build(records, part=(0, 2), **options).state == "complete", "nothing to do"
 
 
 @pytest.fixture
@@ -156,7 +156,7 @@ def test_plan_covers_tokenizer_files(tokenizer: Path, chats: Path, run_build: Bu
     """All files of ``TokenizerFiles.identity`` are in the plan."""
     options = {"tokenizer": tokenizer, "messages_key": "messages"}
     assert run_build(chats, **options).state == "built"
-    assert run_build(chats, **options).state == "found"
+    assert run_build(chats, **options).state == "complete"
     (tokenizer / "chat_template.jinja").write_text(TEMPLATE.replace("[", "<"))
     with pytest.raises(ConfigError, match=r"tokenizer: files was .*chat_template\.jinja"):
         run_build(chats, **options)
@@ -167,7 +167,7 @@ def test_library_version_changes_the_plan(
 ) -> None:
     options = {"tokenizer": tokenizer, "backend": "tokenizers"}
     first = run_build(records, **options)
-    assert run_build(records, **options).state == "found"
+    assert run_build(records, **options).state == "complete"
     before = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: f"{before(name)}.post1")
     assert first.plan.libraries["tokenizers"] == before("tokenizers")
@@ -261,7 +261,7 @@ def test_dataset_that_appears_during_a_start_is_kept(
             with pytest.raises(ConfigError, match=r"(?s)eod was None, .*--overwrite"):
                 run_build(records, **options)
         else:
-            assert run_build(records).state == "found"
+            assert run_build(records).state == "complete"
         assert IndexedDataset(tmp_path / "out")[0][-1] != 256
     assert directory_bytes(tmp_path / "out.build" / "gone meanwhile") == 0
 
@@ -288,9 +288,9 @@ def test_shards_in_progress_are_kept(tmp_path: Path, records: Path, run_build: B
     result = run_build(records, keep_shards=True, **options)
     directory = tmp_path / "out.build" / result.plan.digest
     with WriterLock(tmp_path / "out.build", what="a test", shared=True):
-        assert run_build(records, **options).state == "found"
+        assert run_build(records, **options).state == "complete"
         assert directory.exists()
-    assert run_build(records, **options).state == "found"
+    assert run_build(records, **options).state == "complete"
     assert not directory.exists()
 
 

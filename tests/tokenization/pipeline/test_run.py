@@ -24,6 +24,7 @@ from megapack.errors import ConfigError, DataError, FormatError
 from megapack.storage.dataset import open_weights
 from megapack.tokenization.pipeline.worker import prefetch
 from megapack.tokenization.tokenizers import probe
+from megapack.tokenization.tokenizers.encoders import without_panics
 from megapack.tokenization.tokenizers.tokenizer import TokenizerFiles
 
 from ..helpers import Build, Silence, files_of, write_jsonl
@@ -100,7 +101,7 @@ def test_loss_weights_stay_with_their_documents(tmp_path: Path, run_build: Build
                 assert own.view(np.float16).tolist() == [wanted] * len(tokens)
                 seen += 1
         assert seen == 20
-    with pytest.raises(DataError, match=r"x.jsonl:1: unusable loss weights .weights have shape"):
+    with pytest.raises(DataError, match=r"x.jsonl:1: unusable loss weights .there are 1 rows"):
         run_build(rows, **options)
     with pytest.raises(ConfigError, match="--weights-key is for text"):
         run_build(rows, **options, messages_key="m")
@@ -121,7 +122,7 @@ def test_special_tokens_in_texts_are_counted_or_encoded_as_text(
     found = run_build(rows, tokenizer=bpe_json, shard_bytes=30)
     assert found.totals.special_tokens_found == {"<|eot_id|>": 3}
     again = run_build(rows, tokenizer=bpe_json, shard_bytes=30)
-    assert again.state == "found"
+    assert again.state == "complete"
     assert again.totals.special_tokens_found == {"<|eot_id|>": 3}
     with pytest.raises(ConfigError, match="special_tokens was 'ids', is 'text'"):
         run_build(rows, tokenizer=bpe_json, shard_bytes=30, special_tokens="text")
@@ -131,6 +132,16 @@ def test_special_tokens_in_texts_are_counted_or_encoded_as_text(
     for more in ({"messages_key": "m"}, {"backend": "gigatoken"}):
         with pytest.raises(ConfigError, match="--special-tokens text is for plain text"):
             run_build(rows, tokenizer=bpe_json, special_tokens="text", **more)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"chat_loss": "turn"}, {"chat_format": "headers"}, {"tools_key": ""}, {"label_names": "neox"}],
+)
+def test_options_of_conversations_need_them(run_build: Build, option: dict[str, str]) -> None:
+    name = "--" + next(iter(option)).replace("_", "-")
+    with pytest.raises(ConfigError, match=f"{name} .*is for conversations: give --messages-key"):
+        run_build([{"text": "a"}], tokenizer="bytes", **option)
 
 
 def test_tokens_that_only_the_tokenizer_adds_are_reported(
@@ -155,9 +166,10 @@ def test_tokens_that_only_the_tokenizer_adds_are_reported(
 
 
 def test_library_failure_names_or_skips_the_document(
-    tmp_path: Path, run_build: Build, bpe_json: Path
+    tmp_path: Path, run_build: Build, bpe_json: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A panic of a Rust library is a BaseException; `except Exception` misses it."""
+    """A panic of a Rust library is a BaseException, which `except Exception` misses, and it prints
+    to stderr."""
     tree = json.loads(bpe_json.read_bytes())
     tree["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = "(x+x+)+y"
     path = tmp_path / "backtracking.json"
@@ -168,6 +180,21 @@ def test_library_failure_names_or_skips_the_document(
     result = run_build(rows, tokenizer=path, on_error="skip")
     assert result.totals.skipped == {"tokenizer failed": 1}
     assert result.totals.num_documents == 2
+    workers = {"workers": 2, "shard_bytes": 20, "output_prefix": "parallel"}
+    with pytest.raises(DataError, match=r"x\.jsonl:2: tokenizer failed .*retry-limit"):
+        run_build(rows, tokenizer=path, **workers)
+    assert "panic" not in capfd.readouterr().err
+
+
+def test_other_output_to_stderr_stays(capfd: pytest.CaptureFixture[str]) -> None:
+    panic = (
+        b"\nthread '<unnamed>' (123) panicked at src/lib.rs:5:9:\nno\nmatch\n"
+        b"note: run with `RUST_BACKTRACE=1` environment variable to display a backtrace\n"
+    )
+    with without_panics():
+        os.write(2, b"one\n" + panic + b"two\n" + panic)
+    os.write(2, b"three\n")
+    assert capfd.readouterr().err == "one\ntwo\nthree\n"
 
 
 @pytest.mark.parametrize(
@@ -224,9 +251,9 @@ def test_finished_build_is_found(tmp_path: Path, corpus: Path, run_build: Build)
     run_build(corpus)
     before = files_of(tmp_path / "out")
     again = run_build(corpus)
-    assert again.state == "found"
+    assert again.state == "complete"
     assert again.totals.num_documents == len(IndexedDataset(tmp_path / "out"))
-    assert run_build(corpus, shard_bytes=2000).state == "found", "the documents are the same"
+    assert run_build(corpus, shard_bytes=2000).state == "complete", "the documents are the same"
     with pytest.raises(ConfigError, match=r"eod was None, is \['<eod>', 256\]\n.*--overwrite"):
         run_build(corpus, append_eod=True)
     assert files_of(tmp_path / "out") == before
@@ -240,12 +267,12 @@ def test_finished_build_is_found_by_contents(
     """Copied, touched or renamed: the bytes decide."""
     run_build(corpus)
     os.utime(corpus, ns=(1, 1))
-    assert run_build(corpus).state == "found"
+    assert run_build(corpus).state == "complete"
     monkeypatch.chdir(tmp_path)
-    assert run_build(corpus.name).state == "found"
+    assert run_build(corpus.name).state == "complete"
     copy = tmp_path / "copy.jsonl"
     copy.write_bytes(corpus.read_bytes())
-    assert run_build(copy).state == "found"
+    assert run_build(copy).state == "complete"
     changed = bytearray(corpus.read_bytes())
     changed[-5] ^= 1
     copy.write_bytes(changed)

@@ -19,7 +19,7 @@ from megapack.errors import ConfigError, DataError, MegapackError
 from megapack.tokenization.corpus.documents import ReadOptions, TextBlock
 from megapack.tokenization.corpus.inputs import InputFile, find_inputs
 from megapack.tokenization.corpus.readers import plan_shards
-from megapack.tokenization.tokenizers.coding import read_weights
+from megapack.tokenization.corpus.token_values import LossWeights
 from megapack.tokenization.tokenizers.encoders import (
     BACKENDS,
     Encoder,
@@ -279,9 +279,9 @@ def test_weights_of_a_document_are_read_from_spans_lists_and_files(tmp_path: Pat
         ("[1, 2, 0, 0.25]", [1, 2, 0, 0.25]),
         (json.dumps(str(tmp_path / "w.npy")), [0, 1, 2, 3]),
     ):
-        assert read_weights(value, 4, "ab cd ef", spans).tolist() == expected
+        assert LossWeights().read(value, 4, "ab cd ef", spans).tolist() == expected
     for value, message in (
-        ("[1, 2]", "shape .2,., but the document has 4 tokens"),
+        ("[1, 2]", "2 rows, but the document has 4 tokens"),
         ("[[2, 2, 1]]", "span .2, 2., which is empty or outside"),
         ("[[8, 9, 1]]", "span .8, 9., which is empty or outside the 8 characters of the text"),
         ("[[0, 2, -1]]", "loss weight 0 is -1"),
@@ -290,8 +290,8 @@ def test_weights_of_a_document_are_read_from_spans_lists_and_files(tmp_path: Pat
         (f"[1, 1, 1, {10**400}]", "not numbers"),
         (f"[1, 1, 1, {'1' * 5000}]", "not numbers"),
         *((json.dumps(str(path)), "not numbers") for path in tmp_path.glob("[cez]*.npy")),
-        ("true", "shape .., but the document"),
+        ("true", "they are true; give a list"),
         ('"nowhere.npy"', "nowhere.npy"),
     ):
         with pytest.raises(DataError, match=message):
-            read_weights(value, 4, "ab cd ef", spans)
+            LossWeights().read(value, 4, "ab cd ef", spans)

@@ -20,6 +20,7 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from megapack.data.batch import column_names
 from megapack.errors import ConfigError
 from megapack.integrations.dialects import join_ends
 from megapack.integrations.hosts.megatron.host import device
@@ -42,10 +43,11 @@ def flatten_rows(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
             repeat), max_seqlen int32 ``(mbs,)``, and perhaps cu_seqlens_padded like cu_seqlens.
 
     Returns:
-        The four row keys ``(1, mbs * row)``, cu_seqlens (and cu_seqlens_padded) 1-D int32 without
-        repeated values, max_seqlen 0-d int32.
+        The four row keys ``(1, mbs * row)``, columns ``(1, mbs * row, ...)``, cu_seqlens (and
+        cu_seqlens_padded) 1-D int32 without repeated values, max_seqlen 0-d int32.
     """
-    flat = {key: batch[key].reshape(1, -1) for key in ROW_KEYS}
+    keys = (*ROW_KEYS, *column_names(batch))
+    flat = {key: batch[key].flatten(0, 1)[None] for key in keys}
     for key in ("cu_seqlens", "cu_seqlens_padded"):
         if batch.get(key) is not None:
             flat[key] = join_ends(batch[key])
@@ -136,6 +138,13 @@ def get_batch(data_iterator: Iterator[Any] | None, vp_stage: int | None = None) 
                 f"micro_batch_size={num_rows} with pipeline parallelism: packed rows need "
                 "--micro-batch-size 1 here (use longer rows for larger micro batches)"
             )
+        carried = column_names(collated)
+        if carried:
+            raise ConfigError(
+                f"the data has columns {', '.join(carried)}, and Megatron's get_batch returns no "
+                "further values: read them in a forward step of your own (flatten_rows of what "
+                "data_iterator yields), or leave columns out of the manifest"
+            )
         rows = flatten_rows(collated)
     batch = _broadcast(rows)
     # Transformer Engine needs the aligned boundaries in both places (as Megatron's main does);
@@ -199,7 +208,11 @@ def forward_step(data_iterator: Iterator[Any] | None, model: Any) -> tuple[Tenso
     tokens, labels, loss_mask, mask, position_ids, params = get_batch(
         data_iterator, _virtual_stage(model)
     )
-    output = model(tokens, position_ids, mask, labels=labels, packed_seq_params=params)
+    given = {"labels": labels, "packed_seq_params": params}
+    if getattr(getattr(model, "config", None), "mtp_num_layers", None):
+        # Without it, losses of multi-token prediction count tokens whose label is masked.
+        given["loss_mask"] = loss_mask
+    output = model(tokens, position_ids, mask, **given)
     return output, partial(loss_func, loss_mask)
 
 

@@ -12,6 +12,7 @@ keeps every block of rows in one bucket.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -26,7 +27,13 @@ from torch import Tensor
 
 from megapack.data.documents import SourceDocuments
 from megapack.errors import ConfigError
-from megapack.integrations.dialects import MEGATRON, MEGATRON_BRIDGE, Dialect, emit
+from megapack.integrations.dialects import (
+    MEGATRON,
+    MEGATRON_BRIDGE,
+    Dialect,
+    check_columns,
+    emit,
+)
 from megapack.integrations.hosts.megatron.host import (
     HOST,
     BatchSizes,
@@ -37,6 +44,8 @@ from megapack.integrations.hosts.megatron.host import (
 from megapack.integrations.hosts.megatron.probe import watch_first_call
 from megapack.integrations.rows.dataset import GatheredRows, RowDataset, RowOptions
 from megapack.integrations.rows.open_rows import Manifest, open_documents, open_rows
+
+logger = logging.getLogger(__name__)
 
 # Units that --split divides: parts per million of every source's documents, so that a split cuts
 # all sources of a blend in the same proportion.
@@ -100,6 +109,13 @@ class PackedGPTDataset(GatheredRows, MegatronDataset):  # type: ignore[misc]  # 
                 finite=finite,
                 cache_directory=config.path_to_cache,
             )
+            if carried := self.rows.packed.columns:
+                check_columns(carried, self.dialect)
+                logger.warning(
+                    "data_iterator yields columns %s, which Megatron's own get_batch does not "
+                    "return: read them in your forward step",
+                    ", ".join(carried),
+                )
             block = self.rows.options.rows_per_block
             if sizes is not None and block % sizes.rows_per_micro_step:
                 raise ConfigError(
@@ -129,7 +145,7 @@ class PackedGPTDataset(GatheredRows, MegatronDataset):  # type: ignore[misc]  # 
         Returns:
             tokens, labels, position_ids int64 and loss_mask float32 ``(sequence_length,)``; labels
             are 0 where loss_mask is 0; cu_seqlens int32, max_seqlen 0-d int32 (and
-            cu_seqlens_padded with context parallelism).
+            cu_seqlens_padded with context parallelism); columns ``(sequence_length, *shape)``.
         """
         row = {key: value[0] for key, value in self.micro_batch([i or 0]).items()}
         if i is None:

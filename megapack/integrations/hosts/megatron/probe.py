@@ -269,7 +269,7 @@ def _gather_losses(losses: Tensor | None, batch: dict[str, Any]) -> Tensor:
     if losses is not None and size > 1 and losses.numel() * size == num_tokens:
         parts: list[Any] = [None] * size
         dist.all_gather_object(parts, losses, group=parallel_state.get_context_parallel_group())
-        bounds = pad(SegmentPlaces.of(batch).rooms.cumsum(0), (1, 0)).numpy()
+        bounds = pad(SegmentPlaces.of(batch).padded_lengths.cumsum(0), (1, 0)).numpy()
         losses = torch.zeros(num_tokens)
         for rank, part in enumerate(parts):
             losses[torch.from_numpy(context_parallel_indices(bounds, size, rank))] = part
