@@ -145,8 +145,9 @@ class SourceReader:
     def _open(self, shard: int) -> None:
         if shard in self._arrays:
             return
-        dataset, labels, weights = self._documents.open(shard)
-        arrays = {name: column.rows for name, column in dataset.columns.items()}
+        opened = self._documents.open(shard)
+        dataset, labels, weights = opened[:3]
+        arrays = {name: column.rows for name, column in opened.columns.items()}
         for name, each in (("", dataset), (LABELS, labels), (WEIGHTS, weights)):
             if each is not None:
                 arrays[name] = each.tokens

@@ -420,7 +420,7 @@ class PackedDataset(Dataset[Batch]):
         shards = self.samples.shards
         source = int(shards.sources[shard])
         opened = self.datasets[source].open(shards.number_in_source(shard))
-        dataset, labels, weights = opened
+        dataset, labels, weights = opened[:3]
         existing = opened.columns if self.columns else {}
         columns = [existing.get(name) for name in self.columns]
         index = shards.index(shard)

@@ -58,11 +58,16 @@ class Opened(NamedTuple):
     documents: IndexedDataset
     labels: IndexedDataset | None
     weights: IndexedDataset | None
+    recorded: Iterable[str] | None = None
+    """Columns that the shard manifest records; None without a manifest."""
 
     @property
     def columns(self) -> dict[str, Column]:
-        """Columns of the documents, by name."""
-        return self.documents.columns
+        """Columns of the documents by name, without those that the manifest does not record."""
+        columns = self.documents.columns
+        return {
+            name: columns[name] for name in (columns if self.recorded is None else self.recorded)
+        }
 
 
 class SourceDocuments(abc.ABC):
@@ -246,7 +251,7 @@ class ShardedDocuments(SourceDocuments):
         """
         metas: tuple[list[Any], list[Any], list[Any]] = [], [], []
         for number in range(len(self.index.shards)):
-            for of_kind, dataset in zip(metas, self.open(number), strict=True):
+            for of_kind, dataset in zip(metas, self.open(number)[:3], strict=True):
                 of_kind.extend([] if dataset is None else [dataset.meta])
         tokens, labels, weights = (common_metadata(of_kind or [None]) for of_kind in metas)
         return tokens, labels, weights
@@ -292,7 +297,7 @@ class ShardedDocuments(SourceDocuments):
                 f"{weights} has changed since {self.prefix} was written; restore it, or pack the "
                 "shards again"
             )
-        return Opened(dataset, open_labels(dataset, labels), opened)
+        return Opened(dataset, open_labels(dataset, labels), opened, shard.columns)
 
 
 def open_sources(
