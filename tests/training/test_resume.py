@@ -103,6 +103,14 @@ def test_keys_without_effect_continue_the_curve(copy: NewRun, whole: Run, part: 
         shutil.rmtree(run.dir)
 
 
+def test_longer_run_reports_the_jump_of_the_learning_rate(copy: NewRun) -> None:
+    """Also if the former run was complete."""
+    run = copy(after=8, num_steps=20, checkpoint={"export": False})
+    shutil.rmtree(run.dir / "model", ignore_errors=True)
+    output = run.succeed("stop_at=9")
+    assert re.search(r"learning rate of step 8 is 0\.00\d+, and .* would have had 0\.0003:", output)
+
+
 def test_killed_run_continues(new_run: NewRun, whole: Run) -> None:
     run = new_run(checkpoint={"asynchronous": False})  # complete before the kill
     ranks = run.start(faults={1: {"kill_before_step": [4]}})
