@@ -261,7 +261,7 @@ def replay_routes(model: nn.Module, routes: Tensor) -> Iterator[None]:
 
     Raises:
         ConfigError: the model has no such routers, or a layer did not run its router.
-        DataError: another shape, or an id above those of the experts (on a GPU: a device assertion).
+        DataError: another shape, or an id too large (on a GPU: a device assertion).
     """
     routers = open_routers(model)
     table = _checked(routes.long(), routers)
