@@ -30,7 +30,7 @@ from megapack.storage.columns import (
     Column,
     ColumnSpec,
     ColumnWriter,
-    check_column_name,
+    check_column,
     column_path,
 )
 from megapack.storage.dataset import read_document_lengths
@@ -119,7 +119,7 @@ def write_rows(writer: ColumnWriter, values: Any, lengths: Iterable[int] | int) 
 
 def _rows(writer: ColumnWriter, values: Any, where: str) -> NDArray[Any]:
     try:
-        return writer.spec.rows(values)
+        return writer.rows(values)
     except DataError as error:
         raise DataError(f"column {writer.name}, {where}: {error}") from error
 
@@ -157,7 +157,7 @@ def add_column(
         LockedError: another process writes the dataset.
     """
     prefix = _local_prefix(prefix)
-    check_column_name(name)
+    check_column(name, spec)
     check_metadata(metadata or {})
     with WriterLock(prefix, what="adding a column"):
         meta = _meta_of(prefix)

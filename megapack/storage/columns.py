@@ -1,6 +1,7 @@
 """Columns: data that belongs to the tokens of a dataset, such as advantages or teacher logits.
 
 - ``ColumnSpec``: type of a column; ``column_entries``: columns that a meta file lists
+- ``LABELS``, ``WEIGHTS``: columns that make the labels and the loss mask of a batch
 - ``Column``: an open column; ``open_column`` maps its file
 - ``ColumnWriter``: write ``<prefix>.<name>.col`` under a temporary name
 
@@ -26,7 +27,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -53,8 +54,8 @@ DTYPES = (
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 # Names of a batch, and companion files of a dataset.
 RESERVED = {
-    *("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens", "cu_seqlens_padded"),
-    *("max_seqlen", "dataset_ids", "weights", "groups", "sample_ids", "source", "capacity"),
+    *("tokens", "loss_mask", "position_ids", "cu_seqlens", "cu_seqlens_padded"),
+    *("max_seqlen", "dataset_ids", "groups", "sample_ids", "source", "capacity"),
     *("bucket", "step", "micro_step", "num_micro_steps", "num_step_label_tokens", "imbalance"),
     *("imbalance_in_order", "attention_window", "step_label_weight", "input_ids"),
     *("attention_mask", "sequence_parallel_rank", "sequence_parallel_size", "row_tokens"),
@@ -214,6 +215,53 @@ def _check_each(fits: NDArray[np.bool_], array: NDArray[Any], spec: ColumnSpec) 
         raise DataError(f"column value {array[~fits].flat[0]} is outside {spec.dtype}")
 
 
+# ---- Labels and loss weights ---------------------------------------------------------------------
+
+LABELS, WEIGHTS = "labels", "weights"
+# Their types. Labels are not shifted; a negative label means no loss. Any signed integer dtype.
+INTERPRETED = {
+    LABELS: ColumnSpec(dtype="int32", of="target", fill=-100),
+    WEIGHTS: ColumnSpec(dtype="float16", of="target"),
+}
+
+
+def check_column(name: str, spec: ColumnSpec) -> None:
+    """Raise ConfigError unless a column can have this name and, if it makes the labels or the loss
+    mask of batches, this type."""
+    check_column_name(name)
+    needed = INTERPRETED.get(name, spec)
+    if name == LABELS and spec.dtype.startswith("int"):
+        needed = replace(needed, dtype=spec.dtype)
+    if spec != needed:
+        raise ConfigError(
+            f"column {name} is {spec}; megapack makes {name} of batches of it, so it must be "
+            f"{needed}: give it this type, or another name"
+        )
+
+
+def rows_of(name: str, spec: ColumnSpec, values: Any) -> NDArray[Any]:
+    """Return ``spec.rows(values)`` for a column of this name. Raises DataError also for a loss
+    weight that is negative, not finite, or so small that it would be stored as 0 (below 3e-8)."""
+    if name != WEIGHTS:
+        return spec.rows(values)
+    if hasattr(values, "detach"):  # torch.Tensor, without importing torch
+        values = values.detach().cpu().double().numpy()
+    try:
+        numbers = np.asarray(values, np.float64)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"loss weights are not numbers: {error}") from error
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        halves = numbers.astype(np.float16)
+    fits = np.isfinite(halves) & (numbers >= 0) & ((halves > 0) == (numbers > 0))
+    if not fits.all():
+        at = int(np.flatnonzero(~fits)[0])
+        raise DataError(
+            f"loss weight {at} is {numbers.flat[at]}; weights are 0, or from 6e-08 to 65504 "
+            "(float16)"
+        )
+    return spec.rows(np.abs(halves))  # -0 has a sign bit
+
+
 # ---- Entries of the meta file --------------------------------------------------------------------
 
 
@@ -257,8 +305,8 @@ def column_entries(meta: Mapping[str, Any] | None, where: object) -> dict[str, C
     entries: dict[str, ColumnEntry] = {}
     for name, content in sorted((meta or {}).get(COLUMNS, {}).items()):
         try:
-            check_column_name(name)
             entry = from_dict(ColumnEntry, content, where=f"{where}: column {name}")
+            check_column(name, entry.spec)
             sizes = [size for size, _ in entry.checksums]
             expected = (meta or {})["num_tokens"] * entry.spec.row_bytes
             if sum(sizes) != entry.bytes or entry.bytes != expected or min(sizes, default=1) < 1:
@@ -408,14 +456,18 @@ class ColumnWriter:
     """
 
     def __init__(self, prefix: str | os.PathLike[str], name: str, spec: ColumnSpec) -> None:
-        check_column_name(name)
+        check_column(name, spec)
         self.name, self.spec, self.num_rows = name, spec, 0
         self.target = AtomicFile(column_path(prefix, name))
         self._buffer = bytearray()  # rows that are not in the file yet
         self._stretches = _Stretches()
 
+    def rows(self, values: Any) -> NDArray[Any]:
+        """Return values as stored (``rows_of``)."""
+        return rows_of(self.name, self.spec, values)
+
     def append(self, rows: NDArray[Any]) -> None:
-        """Write rows (from ``ColumnSpec.rows``)."""
+        """Write rows (from ``rows``)."""
         data = rows.reshape(-1).view(np.uint8).data
         if len(self._buffer) + len(data) > _BUFFER_BYTES:
             self._flush()
