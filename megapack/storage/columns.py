@@ -239,6 +239,23 @@ def check_column(name: str, spec: ColumnSpec) -> None:
         )
 
 
+def column_spec(
+    name: str,
+    dtype: str,
+    shape: tuple[int, ...] = (),
+    *,
+    fill: float | None = None,
+    of: Literal["token", "target"] | None = None,
+) -> ColumnSpec:
+    """Return a column's type. ``fill`` is 0 and ``of`` is ``token`` by default, except for labels
+    and weights. Raises ConfigError if the column cannot have this type."""
+    usual = INTERPRETED.get(name, ColumnSpec(dtype=dtype, shape=shape))
+    fill = usual.fill if fill is None else fill
+    spec = ColumnSpec(dtype=dtype, shape=shape, fill=fill, of=of or usual.of)
+    check_column(name, spec)
+    return spec
+
+
 def rows_of(name: str, spec: ColumnSpec, values: Any) -> NDArray[Any]:
     """Return ``spec.rows(values)`` for a column of this name. Raises DataError also for a loss
     weight that is negative, not finite, or so small that it would be stored as 0 (below 3e-8)."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import operator
 import os
+from collections.abc import Container
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
@@ -29,7 +30,7 @@ from numpy.typing import DTypeLike, NDArray
 from megapack import _core
 from megapack.errors import ConfigError, DataError, FormatError, IndexMismatchError
 from megapack.storage.address import is_remote
-from megapack.storage.columns import Column, column_entries, open_column
+from megapack.storage.columns import INTERPRETED, Column, column_entries, open_column
 from megapack.storage.files import file_identity
 from megapack.storage.index_file import (
     LABELS,
@@ -450,6 +451,26 @@ def read_documents(path: str | Path) -> NDArray[np.int64]:
     if len(ids) and not (ids.min() >= 0 and ids.max() < 1 << 62):
         raise FormatError(f"{path} has ids {ids.min()} to {ids.max()}, not 0 to 2^62 - 1")
     return np.unique(ids.astype(np.int64))
+
+
+# ---- Labels and loss weights as earlier versions wrote them --------------------------------------
+
+
+def check_converted(prefix: str, columns: Container[str]) -> None:
+    """Check that no labels or loss weights of an earlier version, which are the datasets
+    ``<prefix>.labels`` and ``<prefix>.weights``, remain to be made columns.
+
+    ``columns`` are those of the dataset. Raises ConfigError, with the command that makes one.
+    """
+    for name in INTERPRETED:
+        old = f"{prefix}.{name}"
+        if name not in columns and IndexedDataset.exists(old):
+            first = "download both datasets and, where they are, " if is_remote(prefix) else ""
+            raise ConfigError(
+                f"{old} is a dataset, as earlier versions of megapack wrote {name}: {first}make it "
+                f"a column with `megapack-build column add {prefix} {name} {old}`, then delete "
+                f"{old}.*"
+            )
 
 
 # ---- Labels and loss weights: datasets with one number per token of the documents ----------------

@@ -61,7 +61,7 @@ def map_file(file: IO[Any]) -> NDArray[np.uint8]:
         if error.errno == errno.ENOMEM:
             raise MegapackError(
                 f"{file.name} cannot be mapped: this process has reached the limit of mappings; "
-                "raise vm.max_map_count (3 per file of a source, 4 with labels), or merge files"
+                "raise vm.max_map_count (3 per file of a source, and 1 per column), or merge files"
             ) from error
         raise OSError(error.errno, error.strerror, file.name) from None
 

@@ -32,8 +32,8 @@ from megapack.storage.columns import (
     INTERPRETED,
     WEIGHTS,
     ColumnSpec,
-    check_column,
     check_column_name,
+    column_spec,
     rows_of,
 )
 from megapack.storage.tokens import open_npy
@@ -54,8 +54,8 @@ class ColumnOption:
     key: str
     dtype: str | None = None
     shape: tuple[int, ...] | None = None
-    of: Literal["token", "target"] = "token"
-    fill: float = 0
+    of: Literal["token", "target"] | None = None  # this and fill: see ``column_spec``
+    fill: float | None = None
 
     @staticmethod
     def parse(text: str) -> ColumnOption:
@@ -65,10 +65,6 @@ class ColumnOption:
         if not (equals and key):
             raise ConfigError(f"--column is {text!r}; it must be {_FORM}")
         check_column_name(name)
-        if name == WEIGHTS:
-            raise ConfigError(
-                f"--column is {text!r}; loss weights are read with --weights-key {key}"
-            )
         facts: dict[str, Any] = {}
         for part in re.split(r",(?![^\[]*\])", described) if described else ():
             dtype = _DTYPE.fullmatch(part)
@@ -91,9 +87,7 @@ class ColumnOption:
 
     def spec(self, dtype: str, shape: tuple[int, ...]) -> ColumnSpec:
         """Return the column's type. Raises ConfigError if it is not valid."""
-        spec = ColumnSpec(dtype=dtype, shape=shape, fill=self.fill, of=self.of)
-        check_column(self.name, spec)
-        return spec
+        return column_spec(self.name, dtype, shape, fill=self.fill, of=self.of)
 
     def spec_for(self, first: tuple[str, Place] | None, note: Callable[[str], None]) -> ColumnSpec:
         """Return the column's type, by default that of the first document's value (from

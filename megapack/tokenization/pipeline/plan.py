@@ -167,9 +167,12 @@ class BuildConfig:
                 "token: leave out --messages-key (--chat-loss chooses the loss of conversations; "
                 "`megapack-build column add` adds columns to them) and --backend gigatoken"
             )
-        names = [option.name for option in self.column_options]
+        names = [WEIGHTS, *(option.name for option in self.column_options)]
         if repeated := {name for name in names if names.count(name) > 1}:
-            yield f"--column names {min(repeated)} twice; give each column another name"
+            yield (
+                f"--column names {min(repeated)} twice, or weights, which --weights-key reads; give "
+                "each column another name"
+            )
         if self.special_tokens == "text" and (chat or self.backend == "gigatoken"):
             yield (
                 "--special-tokens text is for plain text (chat formats write special tokens), and "
