@@ -48,7 +48,7 @@ from megapack.storage.metadata import (
     sampled_checksum,
 )
 from megapack.storage.remote.reader import RemotePair, RemoteRows, exists, open_remote_pair
-from megapack.storage.tokens import holds_weights, open_npy
+from megapack.storage.tokens import open_npy
 
 
 class BinReader:
@@ -501,7 +501,7 @@ def open_weights(
     are 1.
     """
     opened = _open_companion(documents, weights, WEIGHTS)
-    if opened is not None and not holds_weights(opened.meta):
+    if opened is not None and (opened.meta or {}).get("loss_weights") != "float16":
         raise FormatError(
             f"{opened.prefix}.meta.json does not contain loss_weights: float16; copy the original "
             "meta file, or write the weights with IndexedDatasetBuilder(prefix, numpy.float16)"

@@ -170,8 +170,8 @@ class BuildConfig:
         names = [WEIGHTS, *(option.name for option in self.column_options)]
         if repeated := {name for name in names if names.count(name) > 1}:
             yield (
-                f"--column names {min(repeated)} twice, or weights, which --weights-key reads; give "
-                "each column another name"
+                f"--column names {min(repeated)} twice, or weights, which --weights-key reads; "
+                "give each column another name"
             )
         if self.special_tokens == "text" and (chat or self.backend == "gigatoken"):
             yield (
