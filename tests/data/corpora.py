@@ -20,7 +20,15 @@ from megapack.packing.metrics import DocumentTotals
 from megapack.packing.shard_packing import pack_shards, plan_packing
 from megapack.packing.sharded import ShardedIndex, load_shards
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
-from megapack.storage.columns import DTYPES, ColumnSpec, ColumnWriter
+from megapack.storage.column_edits import add_column
+from megapack.storage.columns import (
+    DTYPES,
+    INTERPRETED,
+    LABELS,
+    WEIGHTS,
+    ColumnSpec,
+    ColumnWriter,
+)
 from tests.reference.gather import Column
 
 Segment = tuple[int, int, int]  # document, begin, length
@@ -36,6 +44,16 @@ def write_documents(
             builder.add_document(np.asarray(document, dtype))
         builder.finalize()
     return IndexedDataset(prefix)
+
+
+def write_labels(prefix: Path, labels: Sequence[Sequence[int]]) -> None:
+    add_column(prefix, LABELS, labels, INTERPRETED[LABELS])
+
+
+def write_weights(
+    prefix: Path, weights: Sequence[Sequence[float]], *, overwrite: bool = False
+) -> None:
+    add_column(prefix, WEIGHTS, weights, INTERPRETED[WEIGHTS], overwrite=overwrite)
 
 
 def packed_documents(
