@@ -16,7 +16,7 @@ from programs import PYTHON, ended
 from megapack.data import PackedDataset, load_blend, open_blend
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex
-from megapack.storage import IndexedDataset, IndexedDatasetBuilder, read_document_lengths
+from megapack.storage import IndexedDataset, read_document_lengths
 from megapack.storage.column_edits import add_column
 from megapack.storage.columns import INTERPRETED
 from megapack.storage.remote.checksums import BLOCK_BYTES, SUFFIX

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peers import peer
 
-from megapack.errors import ConfigError, DataError
+from megapack.errors import DataError
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
-from storage.strategies import SMALL, corpora, errors, files, flatten, names, write
+from storage.strategies import SMALL, corpora, files, flatten, names, write
 
 
 @given(

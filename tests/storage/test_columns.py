@@ -538,7 +538,7 @@ def test_labels_are_exported_as_a_dataset_of_the_same_sequences(tmp_path: Path) 
     assert not errors(tmp_path / "out")
     with pytest.raises(ConfigError, match="exists already"):
         export_dataset(tmp_path / "a", "labels", tmp_path / "out")
-    with pytest.raises(ConfigError, match="column weights is float16, .* a FILE.npy"):
+    with pytest.raises(ConfigError, match=r"column weights is float16, .* a FILE\.npy"):
         export_dataset(tmp_path / "a", "weights", tmp_path / "no")
     values = values_of_dataset("labels", tmp_path / "out", tmp_path / "a")
     assert not add_column(tmp_path / "a", "labels", values, spec_of("labels", values))

@@ -167,7 +167,7 @@ def test_columns_follow_their_tokens_for_any_workers(tmp_path: Path, run_build: 
     assert run("parts", finish=True) == alone
     assert not has_errors(verify(tmp_path / "w1"))
     result = run_build(corpus, output_prefix="w1", **options)
-    assert result.state == "found"
+    assert result.state == "complete"
     assert result.totals.skipped == {"unusable column experts": 1}
     with pytest.raises(DataError, match=r"x\.jsonl:8: unusable column experts .there are 1 rows"):
         run_build(corpus, output_prefix="fail", **options | {"on_error": "fail"})
