@@ -89,9 +89,7 @@ def _copies_of_source(manifest: str, folder: str) -> Iterator[Copy]:
             )
     for shard in shards:
         if not is_remote(shard.prefix):
-            for end in shard.ends:
-                target = f"{folder}/{places[shard.prefix]}{end}"
-                yield upload_dataset, f"{shard.prefix}{end}", target
+            yield upload_dataset, shard.prefix, f"{folder}/{places[shard.prefix]}"
         if not is_remote(shard.samples):
             yield _put, shard.samples, f"{folder}/{places[shard.samples]}"
     yield _put, manifest, f"{folder}/{Path(manifest).name}"

@@ -168,7 +168,7 @@ def _verify(inputs: Inputs) -> None:
                 if shard is not None:
                     shard.verify()
         for source in data.datasets:
-            local = [prefix for prefix in source.prefixes if not is_remote(prefix)]
+            local = [prefix for prefix, _ in source.columns if not is_remote(prefix)]
             for prefix in local:
                 check_bin(prefix, _VERIFIED_BYTES // len(local))
 
