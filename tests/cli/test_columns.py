@@ -63,7 +63,7 @@ def test_column_is_added_listed_exported_and_removed(prefix: Path, rows: Path) -
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["add", "corpus", "rewards"], "column add takes PREFIX NAME FILE.npy, not corpus rewards"),
+        (["add", "corpus", "rewards"], "column add takes PREFIX NAME SOURCE, not corpus rewards"),
         (["list", "corpus", "--of", "token"], "--of token works only with column add"),
         (["add", "corpus", "Rewards", "rows.npy"], "column name 'Rewards' is not valid"),
         (["add", "corpus", "r", "wide.npy"], "the values are float64; a column has one of"),
