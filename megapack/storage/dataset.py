@@ -30,7 +30,13 @@ from numpy.typing import DTypeLike, NDArray
 from megapack import _core
 from megapack.errors import ConfigError, DataError, FormatError
 from megapack.storage.address import is_remote
-from megapack.storage.columns import INTERPRETED, Column, column_entries, open_column
+from megapack.storage.columns import (
+    INTERPRETED,
+    Column,
+    column_entries,
+    column_path,
+    open_column,
+)
 from megapack.storage.files import file_identity
 from megapack.storage.index_file import (
     IndexFile,
@@ -455,14 +461,22 @@ def read_documents(path: str | Path) -> NDArray[np.int64]:
 
 
 def check_converted(prefix: str, columns: Container[str]) -> None:
-    """Check that no labels or loss weights of an earlier version, which are the datasets
-    ``<prefix>.labels`` and ``<prefix>.weights``, remain to be made columns.
+    """Check that no labels or loss weights would be ignored.
 
-    ``columns`` are those of the dataset. Raises ConfigError, with the command that makes one.
+    ``columns`` are those of the dataset. Raises ConfigError if earlier versions wrote others, the
+    datasets ``<prefix>.labels`` and ``<prefix>.weights``, with the command that makes a column; and
+    FormatError if the file of such a column exists that the meta file does not list.
     """
     for name in INTERPRETED:
+        if name in columns:
+            continue
         old = f"{prefix}.{name}"
-        if name not in columns and IndexedDataset.exists(old):
+        if not is_remote(prefix) and (path := column_path(prefix, name)).exists():
+            raise FormatError(
+                f"{path} exists, but the meta file does not list column {name}: restore the meta "
+                "file from a copy, write the column again, or delete this file"
+            )
+        if IndexedDataset.exists(old):
             first = "download both datasets and, where they are, " if is_remote(prefix) else ""
             raise ConfigError(
                 f"{old} is a dataset, as earlier versions of megapack wrote {name}: {first}make it "

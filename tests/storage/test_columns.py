@@ -524,6 +524,15 @@ def test_datasets_that_are_not_the_values_of_another_are_refused(tmp_path: Path)
         values_of_dataset("labels", "s3://bucket/a.labels", tmp_path / "a")
 
 
+@pytest.mark.parametrize("name", [LABELS, WEIGHTS])
+def test_columns_that_are_not_listed_are_not_ignored(tmp_path: Path, name: str) -> None:
+    """A copy without the meta file would train on every token."""
+    build(tmp_path / "a", [3, 2], specs={name: INTERPRETED[name]})
+    (tmp_path / "a.meta.json").unlink()
+    with pytest.raises(FormatError, match=f"a.{name}.col exists, but the meta file does not list"):
+        merge([tmp_path / "a"], tmp_path / "b")
+
+
 def test_labels_are_exported_as_a_dataset_of_the_same_sequences(tmp_path: Path) -> None:
     spec = INTERPRETED[LABELS]
     specs = {"labels": spec, "weights": INTERPRETED[WEIGHTS]}
