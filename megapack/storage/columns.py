@@ -264,9 +264,12 @@ def rows_of(name: str, spec: ColumnSpec, values: Any) -> NDArray[Any]:
     if hasattr(values, "detach"):  # torch.Tensor, without importing torch
         values = values.detach().cpu().double().numpy()
     try:
-        numbers = np.asarray(values, np.float64)
-    except (TypeError, ValueError) as error:
-        raise DataError(f"loss weights are not numbers: {error}") from error
+        numbers = np.asarray(values)
+    except ValueError as error:
+        raise DataError(f"loss weights have rows of different shapes: {error}") from error
+    if numbers.dtype.kind not in "biuf" and numbers.size:
+        raise DataError(f"loss weights are {numbers.dtype}, not numbers")
+    numbers = numbers.astype(np.float64)
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         halves = numbers.astype(np.float16)
     fits = np.isfinite(halves) & (numbers >= 0) & ((halves > 0) == (numbers > 0))

@@ -33,7 +33,7 @@ EXPERTS = "experts=e:uint8,fill=9"
         ("a=b:c:uint8[2,3]", ColumnOption("a", "b:c", "uint8", (2, 3))),
         ("a=b:target", ColumnOption("a", "b", of="target")),
         (LOGITS, ColumnOption("logits", "meta.logits", "float16", (2,), "target", -1)),
-        ("a=b:fill=0.5,float32", ColumnOption("a", "b", "float32", (), "token", 0.5)),
+        ("a=b:fill=0.5,float32", ColumnOption("a", "b", "float32", (), None, 0.5)),
     ],
 )
 def test_options_are_parsed(text: str, expected: ColumnOption) -> None:
@@ -50,6 +50,7 @@ def test_options_are_parsed(text: str, expected: ColumnOption) -> None:
         ("rewards=r:float64", "'float64' is not a dtype"),
         ("rewards=r:float32[x]", "is not a dtype"),
         ("rewards=r:fill=x", "fill is 'x'; it must be a number"),
+        ("labels=r:uint16", "column fill is -100, which is not a finite uint16"),
         ("rewards=r:uint8,fill=-1", "column fill is -1, which is not a finite uint8"),
     ],
 )
@@ -166,7 +167,7 @@ def test_columns_follow_their_tokens_for_any_workers(tmp_path: Path, run_build: 
     assert run("parts", finish=True) == alone
     assert not has_errors(verify(tmp_path / "w1"))
     result = run_build(corpus, output_prefix="w1", **options)
-    assert result.state == "found"
+    assert result.state == "complete"
     assert result.totals.skipped == {"unusable column experts": 1}
     with pytest.raises(DataError, match=r"x\.jsonl:8: unusable column experts .there are 1 rows"):
         run_build(corpus, output_prefix="fail", **options | {"on_error": "fail"})
@@ -228,6 +229,7 @@ def test_tables_and_refusals(tmp_path: Path, run_build: Build) -> None:
         ({"messages_key": "m"}, "--column is for text"),
         ({"backend": "gigatoken"}, "--column is for text, and needs a backend"),
         ({"columns": ("r=r", "r=s")}, "--column names r twice"),
+        ({"columns": ("weights=w",)}, "or weights, which --weights-key reads"),
     ):
         with pytest.raises(ConfigError, match=message):
             run_build(*files, **{"columns": ("r=r",), **options})
