@@ -52,10 +52,10 @@ DTYPES = (
     *("float16", "bfloat16", "float32"),
 )
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
-# Names of a batch, and companion files of a dataset.
+# Names of a batch, and companion files of a dataset; columns of ``INTERPRETED`` may have them.
 RESERVED = {
-    *("tokens", "loss_mask", "position_ids", "cu_seqlens", "cu_seqlens_padded"),
-    *("max_seqlen", "dataset_ids", "groups", "sample_ids", "source", "capacity"),
+    *("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens", "cu_seqlens_padded"),
+    *("max_seqlen", "dataset_ids", "weights", "groups", "sample_ids", "source", "capacity"),
     *("bucket", "step", "micro_step", "num_micro_steps", "num_step_label_tokens", "imbalance"),
     *("imbalance_in_order", "attention_window", "step_label_weight", "input_ids"),
     *("attention_mask", "sequence_parallel_rank", "sequence_parallel_size", "row_tokens"),
@@ -346,7 +346,7 @@ def check_column_name(name: str) -> None:
             f"column name {name!r} is not valid: use up to 64 lower-case letters, digits and _, "
             "beginning with a letter"
         )
-    if name in RESERVED:
+    if name in RESERVED - INTERPRETED.keys():
         raise ConfigError(f"column name {name!r} is a name of megapack's batches; choose another")
 
 

@@ -169,10 +169,10 @@ def small_loader(data: PackedDataset, rank: int = 0, size: int = 2, **options: A
 def write_columns(
     prefix: Path | str, columns: Mapping[str, tuple[ColumnSpec, NDArray[Any]]]
 ) -> None:
-    """Write columns, given as stored rows, next to a dataset that has none."""
+    """Write columns, given as stored rows, next to a dataset and its other columns."""
     path = Path(f"{prefix}.meta.json")
     meta = json.loads(path.read_text())
-    meta["columns"] = {}
+    meta.setdefault("columns", {})
     for name, (spec, rows) in columns.items():
         writer = ColumnWriter(prefix, name, spec)
         writer.append(rows)

@@ -264,6 +264,7 @@ def test_unsuitable_sources_are_refused(tmp_path: Path) -> None:
     index = indexed(dataset)
     labels = [[max(1, t) for t in d.tolist()] for d in documents_of(dataset)]
     write_labels(tmp_path / "d", labels)
+    dataset = IndexedDataset(tmp_path / "d")
     with pytest.raises(ConfigError, match=r"has labels that were chosen .* labels: none"):
         PackedDataset(dataset, index, fim=FIM)
     data = PackedDataset(dataset, index, fim=FIM, labels=None)

@@ -537,7 +537,7 @@ def test_metadata_that_is_still_true_is_kept(tmp_path: Path) -> None:
 def test_the_command_and_a_loader_over_what_it_wrote(source: str, tmp_path: Path) -> None:
     output = tmp_path / "new.shards.json"
     command = ["arrange", source, "--output", output, "--workers", "1", "--json"]
-    done = build(*command, "--bytes-per-shard", "8K")
+    done = build(*command, "--bytes-per-shard", "20K")
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout)
     done = build(*command, "--bytes-per-shard", "0")
