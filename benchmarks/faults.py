@@ -5,7 +5,7 @@
 
 Real processes, two ranks: megapack-pretrain, and the loop of DeepSpeed's tutorial (``plain_loop``).
 Both get the same fault at the same step; then remaining processes are killed and the same command
-is started again, as a scheduler does. "noticed" are the seconds until every rank that can exit has
+is started again, as a scheduler does. "noticed" is the time until every rank that can exit has
 exited. "same samples" and "loss differs" compare the log, including repeated steps, with an
 undisturbed run.
 

@@ -29,7 +29,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 
-BUCKETS = [1024, 2048, 4096, 8192, 16384]  # of BucketLLM, whose steps have these ranks:
+BUCKETS = [1024, 2048, 4096, 8192, 16384]  # as in BucketLLM, whose steps have:
 RANKS, TOKENS_PER_RANK = 64, 49_152
 
 Lengths = NDArray[np.int32]

@@ -150,7 +150,7 @@ class Line:
             loop.close()
 
     async def _serve(self, client: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:
-        left = (OSError, EOFError, asyncio.CancelledError)  # a side left, or the proxy stops
+        left = (OSError, EOFError, asyncio.CancelledError)  # a side hung up, or the proxy stops
         with contextlib.closing(back), contextlib.suppress(*left):
             alive = True
             while alive:

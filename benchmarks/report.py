@@ -45,7 +45,7 @@ def main() -> None:
     pages = pages_of(runs)
     for name, text in pages.items():
         (LOGGED / f"{name}.md").write_text(text, encoding="utf-8")
-    print(f"wrote {DOCS / 'results.md'} and {', '.join(pages)} beside it")
+    print(f"wrote {DOCS / 'results.md'} and {', '.join(pages)} in docs/results")
 
 
 def pages_of(runs: Runs) -> dict[str, str]:

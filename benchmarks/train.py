@@ -244,7 +244,7 @@ def main() -> None:
     add("--model", default="llama_350m" if CUDA else "llama_demo")
     add("--micro-batch-tokens", type=int, default=49152 if CUDA else 4096)
     add("--compile", action="store_true", help="compile layers and loss")
-    add("--rounds", type=int, default=1 if quick() else 3, help="the median counts")
+    add("--rounds", type=int, default=1 if quick() else 3, help="rounds; the median is reported")
     args = parser.parse_args()
     set_rank_environment()
     with tempfile.TemporaryDirectory() as directory, connect_ranks(timeout_minutes=10) as here:

@@ -17,7 +17,7 @@ PYTHON=${PYTHON:-python}
 
 # All cores divided among the ranks; the CPU is the accelerator.
 export DS_ACCELERATOR=cpu OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TOKENIZERS_PARALLELISM=false
-export PYTHONWARNINGS=ignore::FutureWarning  # torch about names that DeepSpeed uses
+export PYTHONWARNINGS=ignore::FutureWarning  # torch warns of names that DeepSpeed uses
 
 say() { printf '\n\033[1m%s\033[0m\n' "$*"; }
 megapack-build() { "$PYTHON" -m megapack.cli.main "$@"; }
@@ -34,7 +34,7 @@ for split in train valid; do
         --tokenizer "$OUT/tokenizer.model" --output-prefix "$OUT/$split"
 done
 
-say "3/7 samples: buckets, a document is split only if it is longer than the largest"
+say "3/7 samples: buckets, a document is split only if it is longer than the largest one"
 megapack-build pack --data-prefix "$OUT/train" --strategy bucket --buckets "$BUCKETS" \
     --output "$OUT/bucket.samples"
 
@@ -44,7 +44,7 @@ megapack-build pack --data-prefix "$OUT/train" --strategy concat --buckets "${BU
 say "all strategies, side by side"
 megapack-build compare --data-prefix "$OUT/train" --buckets "$BUCKETS"
 
-# Small steps of two micro steps, which a micro batch of 2,048 tokens of each rank makes.
+# Small steps: two micro steps, in each of which every rank has a micro batch of 2,048 tokens.
 train() {
     deepspeed --num_accelerators "$RANKS" --master_port "${PORT:-29611}" launch/pretrain.py \
         --config demo_cpu --set "run_dir=$OUT/$1" --set "num_steps=$STEPS" \
@@ -70,10 +70,10 @@ cp "$OUT/bucket/log.jsonl" "$OUT/killed.jsonl"
 say "the same command again: it resumes from the last checkpoint"
 buckets
 
-say "6/7 training on concatenated documents, as trainers do by default: nothing ends at a document"
+say "6/7 training on concatenated documents, as trainers do by default: across document boundaries"
 train concat --set data.attention=sample --set data.label_boundary=sample --set data.positions=sample
 
-say "7/7 the picture, and a page of the run"
+say "7/7 a plot, and a report on the run"
 "$PYTHON" launch/demo_plot.py --demo "$OUT"
 megapack-build report "$OUT/bucket"
 cat <<EOF

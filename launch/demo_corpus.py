@@ -76,7 +76,7 @@ def python_files() -> Iterator[tuple[bytes, str, Path]]:
         for path in root.rglob("*.py"):
             name = path.relative_to(root).as_posix()
             if root == stdlib and name.startswith(("site-packages/", "dist-packages/")):
-                continue  # of another interpreter, or listed with site_packages
+                continue  # belongs to another interpreter, or is listed with site_packages
             yield hashlib.sha256(name.encode()).digest(), name, path
 
 

@@ -40,7 +40,7 @@ CAPTION = (
     "Attention work: query-key pairs per token. One seed, 1.1 million parameters."
 )
 LOWER = (
-    "It is this mask that lowers the loss: with it, concatenation trains as well (six seeds, "
+    "It is this mask that lowers the loss: with it, concatenation trains equally well (six seeds, "
     "docs/concepts.md)."
 )
 NOT_LOWER = "This run is too short to show the effect of the mask (docs/concepts.md)."

@@ -160,7 +160,7 @@ class _Loader(_SafeLoader):  # type: ignore[misc]
         for key, _ in () if id(node) in self.checked else node.value:
             if isinstance(key, yaml.ScalarNode) and key.value != "<<":
                 if key.value in seen:
-                    _refuse(f"key {key.value!r} comes twice", key.start_mark)
+                    _refuse(f"key {key.value!r} occurs twice", key.start_mark)
                 seen.add(key.value)
         self.checked.add(id(node))
         super().flatten_mapping(node)
@@ -324,7 +324,7 @@ def _convert_scalar(hint: Any, value: Any, where: str) -> Any:
     if hint is float and not math.isfinite(value):
         raise ConfigError(f"{where} is {value}; it must be a finite number")
     if hint is int and not -(2**63) <= value < 2**63:
-        raise ConfigError(f"{where} is {value}; it must be an integer of 64 bits")
+        raise ConfigError(f"{where} is {value}; it must be a 64-bit integer")
     return value
 
 

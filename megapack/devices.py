@@ -2,7 +2,7 @@
 
 - ``PEAK_FLOPS``, ``peak_flops``: speed of a device
 - ``FLOPS_PER_WEIGHT``, ``attention_flops``: operations per token and per segment; a matrix product
-  of m x k and k x n counts 2 m k n operations, and the backward twice the forward
+  of m x k and k x n counts 2 m k n operations, and a backward pass twice as many
 
     peak_flops("NVIDIA H100 80GB HBM3")   # -> 989e12
     peak_flops("NVIDIA H100 PCIe")        # -> 756e12
@@ -56,8 +56,8 @@ def attention_flops(num_layers: int, width: int, *, recomputed: bool = False) ->
 
     Args:
         num_layers: layers with attention.
-        width: of all query heads together.
-        recomputed: also count the product that FlashAttention recomputes in the backward, to
-            estimate time; model FLOPs (PaLM's MFU) leave it out.
+        width: width of all query heads together.
+        recomputed: also count the product that FlashAttention recomputes in the backward pass,
+            to estimate time; model FLOPs (PaLM's MFU) leave it out.
     """
     return (7.0 if recomputed else 6.0) * num_layers * width

@@ -69,7 +69,7 @@ class MegapackWarning(UserWarning):
 
 
 def is_foreign(error: BaseException) -> bool:
-    """Return whether an exception comes from another library, not from megapack, system or user.
+    """Return whether an exception comes from another library, not megapack, the system or the user.
 
     Rust libraries raise a PanicException, which is a BaseException, not an Exception.
     """
@@ -138,7 +138,7 @@ class PrintableStream:
 
 @contextlib.contextmanager
 def printable_output() -> Iterator[None]:
-    """Make text printable that the block writes to stdout and stderr, also by logging."""
+    """Make the text printable that the block prints or logs to stdout and stderr."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = map(PrintableStream, before)
     try:

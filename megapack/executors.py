@@ -108,7 +108,7 @@ def _run_processes(
 ) -> list[R]:
     context = multiprocessing.get_context("forkserver")
     counters = context.Array("q", len(Counted._fields))
-    # Nothing is written to the pipe: workers notice by its end that this process has ended.
+    # Nothing is written to the pipe: when it closes, workers know that this process has ended.
     reader, writer = context.Pipe(duplex=False)
     start = (_start_worker, (worker, counters, reader))
     with writer, ProcessPoolExecutor(num_processes, context, *start) as pool:
@@ -123,7 +123,7 @@ def _run_processes(
             return [future.result() for future in futures]
         except BrokenProcessPool as error:
             raise MegapackError(
-                f"a worker process was killed; the usual reason is memory: use {remedy}. Finished "
+                f"a worker process was killed, usually for lack of memory: use {remedy}. Finished "
                 "shards are kept; run the same command to resume"
             ) from error
         except KeyboardInterrupt:
@@ -145,7 +145,7 @@ def prepare_processes(modules: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Delay Ctrl-C to the end of the block; processes started in the block never receive it.
+    """Delay Ctrl-C until the end of the block; processes started in the block never receive it.
 
     This process ends them.
     """
@@ -257,7 +257,7 @@ def _run_ray(
         raise (cause if isinstance(cause, Exception) else error) from None
     except ray.exceptions.RayError as error:
         raise MegapackError(
-            f"{error} The task ran {1 + _RETRIES} times; the usual reason is memory: use fewer "
+            f"{error} The task ran {1 + _RETRIES} times; usually it ran out of memory: use fewer "
             "--num-cpus with `ray start`. Finished shards are kept; run the same command to resume"
         ) from error
     finally:

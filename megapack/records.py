@@ -2,7 +2,7 @@
 
 A record is a frozen keyword-only dataclass with typed fields. Reading it checks the JSON, the
 version (a field such as ``version: Literal[1] = 1``), unknown and missing keys, and the type of
-every value, also of nested ones.
+every value, including nested ones.
 
 - ``parse_json``: parse a JSON text
 - ``read_record``: read a file as a dataclass

@@ -685,6 +685,19 @@ teacher_overlap: the first new token of a window is predicted by the window befo
 - targets = np.where(number == 0, 1, begins + overlap + 1)
 + targets = np.where(number == 0, 1, begins + overlap)
 
+megapack/attention/routes.py: tests/attention/test_routes.py -k recomputed
+recompute_without_routes: a recomputed layer uses the routes of the latest forward
+-         self._set(routes)
++         self._set(former)
+
+megapack/data/multi_token.py: tests/data/test_multi_token.py
+mtp_across_segments: targets cross the ends of documents
+-         inside = segments[:, depth:] == segments[:, :-depth]
++         inside = segments[:, depth:] >= segments[:, :-depth]
+mtp_windows: targets cross attention windows where documents share attention
+-         segments = segments + _segments(batch)
++         segments = segments + 0
+
 megapack/training/model/training_model.py: tests/training/test_evaluate.py
 validation_z_loss: the z-loss counts in validation, too
 - z_loss=self.z_loss if self.training else 0.0,

@@ -54,8 +54,8 @@ class Anything:
         ({"optimizer": {"schedule": "step"}}, "it must be one of cosine, linear"),
         ({"optimizer": {"learning_rate": -1}}, "it must be positive"),
         ({"optimizer": 3}, "it must be a mapping"),
-        ({"seed": 2**63}, "it must be an integer of 64 bits"),
-        ({"seed": -(2**63) - 1}, "it must be an integer of 64 bits"),
+        ({"seed": 2**63}, "it must be a 64-bit integer"),
+        ({"seed": -(2**63) - 1}, "it must be a 64-bit integer"),
         ({"optimizer": {"learning_rate": float("nan")}}, "learning_rate is nan; it must be a fin"),
         ({"optimizer": {"learning_rate": ".inf"}}, "it must be of type float"),
         ({"optimizer": {"learning_rate": "inf"}}, "learning_rate is inf; it must be a finite"),
@@ -104,7 +104,7 @@ def test_a_file_that_is_not_a_mapping_is_refused(tmp_path: Path) -> None:
 def test_a_key_that_comes_twice_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "twice.yaml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=r"key '\w+' comes twice"):
+    with pytest.raises(ConfigError, match=r"key '\w+' occurs twice"):
         load_config(Outer, path)
 
 

@@ -105,7 +105,7 @@ def test_hostile_yaml_is_refused_before_it_costs_time_or_memory(text: str) -> No
 def test_only_keys_that_are_written_twice_are_refused() -> None:
     text = "a: &a {x: 1}\nb: {c: &c {<<: *a, x: 2}}\nd: {<<: *c, x: 3}"
     assert read_yaml(text)["d"] == {"x": 3} and read_yaml(text)["b"]["c"] == {"x": 2}
-    with pytest.raises(yaml.YAMLError, match="key 'x' comes twice"):
+    with pytest.raises(yaml.YAMLError, match="key 'x' occurs twice"):
         read_yaml("a: {b: [{x: 1, x: 1}]}")
 
 

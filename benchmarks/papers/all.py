@@ -1,4 +1,4 @@
-"""make bench-papers: train again what the papers claim; the table of claims comes last.
+"""make bench-papers: repeat the papers' training runs; the table of claims comes last.
 
     make bench-papers                      # all recipes, 2 CPU cores, about two hours
     QUICK=1 make bench-papers              # a few steps of one seed: tests the code, proves nothing

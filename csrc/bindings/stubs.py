@@ -46,7 +46,7 @@ SIGNATURE = re.compile(r"^(?:\d+\. )?(\w+)(\((?!\*args).*\) -> .*)$", re.MULTILI
 
 
 def functions(doc: str, indent: str = "") -> Iterator[str]:
-    """Definitions of a function or method from its docstring, one per overload."""
+    """Yield the definitions of a function or method from its docstring, one per overload."""
     signatures = SIGNATURE.findall(doc)
     text = "" if len(signatures) > 1 else SIGNATURE.sub("", doc).strip()
     for name, written in signatures:
@@ -60,7 +60,7 @@ def functions(doc: str, indent: str = "") -> Iterator[str]:
 
 
 def members(cls: type) -> Iterator[str]:
-    """Definitions of the methods and properties of a class."""
+    """Yield the definitions of the methods and properties of a class."""
     if cls.__doc__:
         yield f'    """{cls.__doc__.strip()}"""'
     for name, member in vars(cls).items():
@@ -72,7 +72,7 @@ def members(cls: type) -> Iterator[str]:
 
 
 def stub(module: Any) -> str:
-    """Text of the stub of a module of pybind11."""
+    """Return the stub of a pybind11 module as text."""
     lines = [HEADER]
     for name, member in vars(module).items():
         if name.startswith("_"):

@@ -18,7 +18,7 @@ is the mean of its micro batches' losses, weighted by their labels:
 
 The first part is the mean over all labels, for any division into micro batches. The second depends
 on which samples share a forward, but not on ranks, order or padding. (If ``balance`` were computed
-over the tokens of the whole step, no backward could begin before the last forward.)
+over the tokens of the whole step, no backward pass could begin before the last forward pass.)
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from megapack.attention.problem import AttentionNeeds, Backend, Forward, ScoreRu
 
 
 def _refusal(needs: AttentionNeeds, module: str, oldest: int, newest: int | None) -> str | None:
-    """Return why the kernel cannot serve; ``oldest`` and ``newest`` are major capabilities."""
+    """Return why the kernel cannot be used; ``oldest`` and ``newest`` are major capabilities."""
     if needs.device.type != "cuda":
         return f"it runs on CUDA devices, not on {needs.device.type}"
     if needs.dtype not in (torch.float16, torch.bfloat16):
@@ -75,7 +75,7 @@ def _arguments(segments: Segments, rule: ScoreRule) -> dict[str, Any]:
 
 
 def _gradients(grad_out: Tensor, done: Forward) -> tuple[dict[str, Any], tuple[Tensor, ...]]:
-    """Return the tensor arguments of a backward, and the gradients that it fills."""
+    """Return the tensor arguments of a backward kernel, and the gradients that it fills."""
     q, k, v, out, lse = done
     # Contiguous even if q, k and v are not: the kernels require it.
     gradients = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
@@ -171,7 +171,7 @@ FLASH2 = Backend(
     backward=_backward2,
     refusal=_refusal2,
 )
-# torch 2.10 introduced the module; older varlen backwards are untested.
+# torch 2.10 introduced the module; backward passes of older varlen kernels are untested.
 TORCH = Backend(
     name="torch",
     title="PyTorch's flash attention",

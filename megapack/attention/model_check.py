@@ -31,6 +31,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import logging
 
 from megapack.attention.tiny_model import (
     LENGTHS,
@@ -179,15 +180,17 @@ def _check_thresholds(configuration: Any, tiny: Any, run: _Run) -> None:
 @contextmanager
 def isolated(device: torch.device) -> Iterator[None]:
     """Restore the random state of the run afterwards; use one thread, because several threads would
-    only wait for each other."""
-    threads = torch.get_num_threads()
+    only wait for each other; keep transformers from warning of tiny configurations."""
+    threads, verbosity = torch.get_num_threads(), logging.get_verbosity()
     torch.set_num_threads(1)
+    logging.set_verbosity_error()
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(0)
             yield
     finally:
         torch.set_num_threads(threads)
+        logging.set_verbosity(verbosity)
 
 
 def tiny_reference(

@@ -80,7 +80,7 @@ def probe(
     """Raise ConfigError if documents of a micro batch depend on each other; return the seconds
     taken.
 
-    Every rank must call this function: it runs six forwards, with ``longest`` seven. Raises
+    Every rank must call this function: it runs six forward passes, seven with ``longest``. Raises
     ConfigError if a token depends on another document or on later tokens; a document depends on the
     length of others; a loss is nonzero where the mask is 0, or 0 where it is not; outputs are not
     finite, or do not change when tokens change.
@@ -135,7 +135,7 @@ def probe(
         # Some hosts derive labels from tokens; their losses may change with the labels.
         unmoved = counts == counts_now
         unmoved &= ~(from_middle if changed is middle else changed) & ~segment_of_token.isnan()
-        # A masked loss (all of padding) is 0 for any tokens, so it cannot move.
+        # A masked loss, as all of padding are, is 0 for any tokens, so it cannot change.
         movable = ~unmoved & ~segment_of_token.isnan() & (counts | (outputs == "logits"))
         changes.append(_Change(difference, unmoved, movable))
     tolerance = _TOLERANCE.get(precision or dtypes[0], 1e-3)
@@ -277,7 +277,7 @@ def _check_part(
     if wrong.any():
         i = int(difference.masked_fill(~comparable, 0).argmax())
         raise ConfigError(
-            f"{host} gives token {int(part.before[i])} other outputs in its row than if "
+            f"{host} gives token {int(part.before[i])} different outputs in its row than if "
             f"{part.what}: they differ by {float(difference[i]):.3g}, but rounding explains only "
             f"{rounding:.3g} ({int(wrong.sum())} tokens differ). "
             "The model depends on the lengths "
@@ -312,7 +312,8 @@ def _token_places(segments: SegmentPlaces, num_tokens: int) -> tuple[Tensor, Ten
 
 
 def _other_tokens(tokens: Tensor) -> Tensor:
-    """Return a different id for each token, within the range of ids that occur (0, 1 for one)."""
+    """Return a different id for each token, within the range of ids that occur (plus
+    a neighbor if only one occurs)."""
     low, high = int(tokens.min()), int(tokens.max())
     if low == high:
         low, high = (0, 1) if low <= 1 else (low - 1, low)
@@ -334,7 +335,7 @@ def _check_losses(losses: Tensor, counts: Tensor, segment_of_token: Tensor, host
 def _check_changes(
     changes: Sequence[_Change], segment_of_token: Tensor, *, tolerance: float, host: str
 ) -> float:
-    """Check that each change moved something, and only what it may; return the largest move."""
+    """Check that each change affects outputs, and only allowed ones; return the largest effect."""
     moved = [
         float(change.difference[change.movable].max()) if change.movable.any() else None
         for change in changes

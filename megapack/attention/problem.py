@@ -43,7 +43,7 @@ class Segments(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """Inputs and results of a forward that the backward reads."""
+    """Inputs and results of a forward pass that the backward pass reads."""
 
     q: Tensor
     k: Tensor
@@ -66,7 +66,7 @@ class ScoreRule:
     softcap: float = 0.0
     """With c > 0, scores become ``c * tanh(scores / c)`` (Gemma-2)."""
     alibi_slopes: Tensor | None = None
-    """``[H]`` float32: the score of (i, j) gets ``-slope * (i - j)``."""
+    """``[H]`` float32: the score of (i, j) increases by ``-slope * (i - j)``."""
 
     def __post_init__(self) -> None:
         if self.window < 0 or self.softcap < 0:

@@ -6,11 +6,12 @@
 
 In reinforcement learning, the model that generated a text and the trained model choose slightly
 different experts for the same tokens, because kernels and weights differ. With replay, the trained
-model uses the experts of the generation. The weights of the experts stay those of its own router::
+model uses the experts of the generation, weighted by its router (here normalized to a sum of 1)::
 
-    logits of a token     1.0   3.0   2.0   0.5        recorded experts   2  0
-    its own experts       1  2                         probabilities      .24 .09 of all four
-    weights               softmax of 3, 2              normalized as the architecture does: .73 .27
+    logits of a token        1.0   3.0   2.0   0.5
+    softmax                  .09   .63   .23   .05
+    the token's own choice   experts 1 and 2, weights .73 and .27
+    recorded                 experts 2 and 3, weights .82 and .18
 
 So gradients reach router and experts as in a model that is given its routes. The load-balancing
 loss, if the model has one, still counts the router's own choices, which are to be balanced.
@@ -260,7 +261,7 @@ def replay_routes(model: nn.Module, routes: Tensor) -> Iterator[None]:
 
     Raises:
         ConfigError: the model has no such routers, or a layer did not run its router.
-        DataError: another shape, or an id that is no expert (on a GPU: a device assertion).
+        DataError: another shape, or an id too large (on a GPU: a device assertion).
     """
     routers = open_routers(model)
     table = _checked(routes.long(), routers)
@@ -303,7 +304,7 @@ def _checked(routes: Tensor, routers: list[_Router]) -> Tensor:
         )
     fits = (rows < min(router.module.num_experts for router in routers)).all()
     if fits.device.type != "cpu":  # do not wait for the device
-        torch._assert_async(fits, "a route is no expert of the model")
+        torch._assert_async(fits, "routes contain an id above those of the experts")
     elif not fits:
         raise DataError(
             f"routes contain expert {int(rows.max())}, and a layer has "

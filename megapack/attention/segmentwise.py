@@ -6,7 +6,7 @@ block. ``SDPA`` is the default on the CPU. It calls the kernels of ``scaled_dot_
 directly, because they return the log-sum-exp that the backward needs; the public function does not
 return it, and autograd is off inside a custom operator.
 
-Both copy ``cu_seqlens`` to the CPU, which waits for a GPU; so GPUs prefer the faster backends.
+Both copy ``cu_seqlens`` to the CPU. The copy waits for a GPU, so GPUs prefer the faster backends.
 """
 
 from __future__ import annotations

@@ -25,9 +25,10 @@ from megapack.attention.transformers_interface import varlen_arguments
 
 LENGTHS = (37, 23)  # of two documents: different, and longer than a tiny window or chunk
 
-# Rules shrink a transformers configuration by the names of its fields. The tiny model has the first
-# layers up to one of every kind, four heads with the model's head width and grouping, few experts
-# and short windows. A size that is a multiple of the hidden size stays the same multiple.
+# Rules shrink a transformers configuration by the names of its fields. The tiny model has just
+# enough of the first layers to contain one of every kind, four heads with the model's head width
+# and grouping, few experts and short windows. A size that is a multiple of the hidden size stays
+# the same multiple.
 HEADS, EXPERTS, VOCABULARY, WINDOW, CHUNK = 4, 4, 128, 8, 16
 _LARGEST = {
     "last token": VOCABULARY - 1,

@@ -62,12 +62,12 @@ def choose_backend(needs: AttentionNeeds, requested: str = "auto") -> Choice:
     able = [name for name, reason in reasons.items() if reason is None]
     if requested == "auto":
         faster = [f"{name}: {reasons[name]}" for name in itertools.takewhile(reasons.get, reasons)]
-        why = f"first able for {needs.describe()}"
+        why = f"first that supports {needs.describe()}"
         return Choice(name=able[0], reason=why + (f" ({'; '.join(faster)})" if faster else ""))
     if reasons[requested] is not None:
         raise ConfigError(
             f"attention backend {requested!r} cannot serve {needs.describe()}: "
-            f"{reasons[requested]}; able here: {', '.join(able)}"
+            f"{reasons[requested]}; available: {', '.join(able)}"
         )
     return Choice(name=requested, reason="requested")
 

@@ -59,7 +59,9 @@ _WORDS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("action", choices=tuple(_WORDS), help="what to do, see above")
+    parser.add_argument(
+        "action", choices=tuple(_WORDS), metavar="ACTION", help="add, list, remove or export"
+    )
     parser.add_argument(
         "words", nargs="+", metavar="PREFIX", help="dataset, and what follows it above"
     )

@@ -137,8 +137,9 @@ class SourceReader:
         if shard in self._arrays:
             return
         dataset = self.data.documents(shard)
-        columns = {name: column.rows for name, column in dataset.columns.items()}
-        self._arrays[shard] = {"": dataset.tokens, **columns}
+        columns = self.data.datasets[0].open_columns(dataset, self._columns)
+        rows = {name: column.rows for name, column in columns.items()}
+        self._arrays[shard] = {"": dataset.tokens, **rows}
         self.data.remote_reads.add(shard, *self._arrays[shard].values())
 
 

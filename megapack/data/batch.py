@@ -164,7 +164,7 @@ class BatchLayout:
         return rows * (row // capacity)
 
     def most_entries(self, indices: Sequence[SourceIndex], capacity: int, *, whole: bool) -> int:
-        """Return the most entries of a list of cu_seqlens of any micro batch of a bucket.
+        """Return the maximum number of entries of a list of cu_seqlens in a batch of a bucket.
 
         Args:
             indices: indices of all sources, with or without this bucket.
@@ -201,7 +201,7 @@ def slot_tokens(capacity: int, row_tokens: int, alignment: int = 1) -> list[int]
 def longest_position(
     indices: Sequence[SourceIndex], *, positions: str = "segment", row_tokens: int | None = None
 ) -> int:
-    """Return the most positions of a segment or of padding, tokens: the largest position id plus 1.
+    """Return the maximum number of positions of a segment or of padding (largest id plus 1).
 
     Args:
         indices: indices of all sources.
@@ -261,7 +261,7 @@ def cut_bounds(bounds: Bounds, window: int, *, num_rows: int = 1, entries: int =
     most = int(per_list.max()) + 1
     if entries and most > entries:
         raise ValueError(
-            f"an attention window of {window} makes {most} entries of cu_seqlens, and there is "
+            f"an attention window of {window} makes {most} entries of cu_seqlens, but there is "
             f"room for {entries}: raise num_cu_seqlens, or leave it out"
         )
     steps = np.zeros((2, num_rows, entries or most), np.int64)
@@ -305,7 +305,7 @@ def cut_slice(batch: Batch, rank: int, size: int) -> Batch:
     """Return one rank's part of a shared micro batch.
 
     Args:
-        batch: a stream; its tokens divide by ``size``.
+        batch: a stream; ``size`` divides its number of tokens.
         rank, size: rank in the group, and size of the group.
 
     Returns:
@@ -363,7 +363,7 @@ def block_diagonal_mask(segments: torch.Tensor, *, causal: bool = True) -> torch
 
 
 def flex_block_mask(segments: torch.Tensor, *, causal: bool = True, **options: Any) -> Any:
-    """Return the same mask as a BlockMask of ``torch.nn.attention.flex_attention``.
+    """Return the mask of ``block_diagonal_mask`` as a BlockMask of torch's flex_attention.
 
     Args:
         segments, causal: see ``block_diagonal_mask``.
@@ -466,7 +466,7 @@ def allocate(
 
 
 class ReusedBuffers:
-    """Buffers that reuse memory without remaining references. Safe to share between threads.
+    """Buffers that reuse memory once nothing refers to it. Safe to share between threads.
 
     New memory costs several times what is written into it: the kernel clears it page by page. At
     most ``MAX_BLOCKS`` free blocks are kept.

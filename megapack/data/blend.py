@@ -303,7 +303,7 @@ class BlendConfig:
         drawn = [source for source in self.sources if source.weight != 0]
         bare = [source.title for source in drawn if source.weight is None]
         if 0 < len(bare) < len(drawn):
-            raise ConfigError(f"source {bare[0]!r} has no weight, others have: give all or none")
+            raise ConfigError(f"source {bare[0]!r} has no weight, but others do: give all or none")
         for source in self.sources:
             if source.weight == 0 and not self.stages:
                 raise ConfigError(

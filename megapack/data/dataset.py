@@ -216,7 +216,8 @@ class PackedDataset(Dataset[Batch]):
         return self.samples.num_samples
 
     def longest_position(self, row_tokens: int | None = None) -> int:
-        """Return the most positions of a document or of padding; see ``batch.longest_position``."""
+        """Return the maximum number of positions of a document or of padding; see
+        ``batch.longest_position``."""
         positions = self._options["positions"]
         return longest_position(self.samples.indices, positions=positions, row_tokens=row_tokens)
 
@@ -263,7 +264,7 @@ class PackedDataset(Dataset[Batch]):
         Args:
             sample_ids: ids of samples of one capacity, in the order of the batch.
             layout: shape of the batch; None: one stream of exactly these samples.
-            capacity: of the samples, tokens; None: look it up.
+            capacity: tokens per sample; None: look it up.
             out: buffers of ``allocate(num_tokens, columns=self.columns)`` to write into; the
                 tensors of the batch are views of them. None: new ones.
             pin_memory: new tensors in page-locked memory.
@@ -351,7 +352,7 @@ class PackedDataset(Dataset[Batch]):
         return allocate(num_tokens, columns=self.columns, pin_memory=pin_memory)
 
     def max_cu_seqlens(self, layout: BatchLayout, capacity: int, window: int | None = None) -> int:
-        """Return an upper bound of the entries of cu_seqlens of any micro batch of a bucket."""
+        """Return an upper bound on the entries of cu_seqlens in any micro batch of a bucket."""
         key = (layout, capacity)
         if key not in self._max_cu_seqlens:
             whole = self._options["attention"] == "sample"
@@ -462,11 +463,11 @@ def check_token_ids(data: PackedDataset, vocab_size: int) -> None:
     """Check that the model has an embedding for every id of the documents and their labels.
 
     Args:
-        data: of the run.
+        data: dataset of the run.
         vocab_size: rows of the model's embedding.
 
     Raises:
-        ConfigError: naming the dataset and its largest id.
+        ConfigError: an id is too large; the message names the dataset and its largest id.
     """
     fim = data.samples.fim
     if fim is not None and fim.largest_id >= vocab_size:
@@ -494,7 +495,7 @@ def open_blend(
 
     Args:
         blend: the manifest.
-        datasets, indices: of every source, if they are open; None: open those of the manifest.
+        datasets, indices: one per source, if they are open; None: open those of the manifest.
 
     Raises:
         ConfigError: a source has no index.

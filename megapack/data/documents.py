@@ -17,6 +17,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -214,6 +215,14 @@ class ShardedDocuments(SourceDocuments):
         text = ";".join(shard.fingerprint for shard in self.index.shards)
         return f"{xxhash.xxh3_128_hexdigest(text.encode())} of {len(self.index.shards)} shards"
 
+    @cached_property
+    def _recorded(self) -> dict[str, Mapping[str, PackedColumn]]:
+        return dict(self.columns)
+
+    def open_columns(self, shard: IndexedDataset, names: Iterable[str]) -> dict[str, Column]:
+        recorded = self._recorded[shard.prefix]  # a column that was added later is not read
+        return super().open_columns(shard, [name for name in names if name in recorded])
+
     def _meta(self) -> dict[str, Any] | None:
         largest = [s.max_token_id for s in self.index.shards if s.max_token_id is not None]
         if len(largest) < len(self.index.shards):
@@ -252,8 +261,8 @@ class ShardedDocuments(SourceDocuments):
         ):
             if now != then:
                 raise IndexMismatchError(
-                    f"{shard.prefix} has changed since {self.prefix} was written: {fact} {now}, "
-                    f"and it was {then}; restore it, or pack the shards again"
+                    f"{shard.prefix} has changed since {self.prefix} was written: {fact} is "
+                    f"{now}, but was {then}; restore it, or pack the shards again"
                 )
         columns = packed_columns(dataset)
         # A column that was added later is unknown to the manifest; labels and weights that nobody
@@ -290,7 +299,7 @@ def open_sources(
     for index in loaded:
         if index.arranged and positions == "document":
             raise ConfigError(
-                f"{index.path} is an arranged source, whose segments do not know their position in "
+                f"{index.path} is an arranged source, whose segments have no position in "
                 "the document: use positions: segment, or the source that was arranged"
             )
     used = (_each_used("labels", labels, count), _each_used("token_weights", token_weights, count))

@@ -71,15 +71,15 @@ def resolve(
 ) -> Program:
     """Return the stages with all settings, in order, without stages that change nothing.
 
-    A skip edits the former run: it skips the draws of the former run at these steps, also if other
+    A skip edits the former run: it skips the draws of the former run at these steps, even if other
     stages begin among them. Edits apply one after the other: first the skips of ``mixture.stages``
     by rising step, then ``mixture.decided`` in their order. With weights a, and b from step 10 on,
     a skip of 4 steps at step 8 skips two steps of a and two of b. A second such skip skips steps 8
     to 11 of the run that has the first one: again two of a and two of b.
 
     Args:
-        config: from step 0 on.
-        mixture: ``Mixture.of`` the sources.
+        config: settings from step 0 on.
+        mixture: result of ``Mixture.of``.
         tokens_per_epoch: samples x capacity of every source, for ``within_epochs``; used only with
             ``mixture.run_tokens``.
 
@@ -105,7 +105,7 @@ def resolve(
             former, _ = settings()
             check_reach(former, stage, begin + stage.skip_steps)
             program = _with_settings(program, base, former)
-            # The run goes back to this step: later weights were decided by steps it takes back.
+            # The run goes back to this step: later weights were decided by steps that it undoes.
             decided_weights = {b: kept for b, kept in decided_weights.items() if b <= begin}
             base, _ = settings()
             program = _skip(program, base, begin, stage.skip_steps)
@@ -212,7 +212,7 @@ def _without_skips(
     drawn = [weight for weight in weights if weight != 0]
     if None in drawn and any(weight is not None for weight in drawn):
         raise ConfigError(
-            f"source {names[weights.index(None)]!r} has no weight, others have: give all or none"
+            f"source {names[weights.index(None)]!r} has no weight, but others do: give all or none"
         )
     first = StageSettings(
         begin=0,
@@ -291,7 +291,7 @@ def _next_stage(
 
 
 def _step_of_tokens(program: Program, tokens: int) -> int:
-    """Return the first step of the last stage with at least so many tokens before it."""
+    """Return the first step of the last stage with at least that many tokens before it."""
     last = program[-1]
     missing = tokens - tokens_before(program, last.begin)
     return last.begin + -(-missing // last.config.tokens_per_step)
@@ -325,7 +325,8 @@ def _changed(stage: Stage, before: ScheduleConfig) -> ScheduleConfig:
 def _pieces(
     program: Program, stage: Stage, begin: int, config: ScheduleConfig, names: Sequence[str]
 ) -> list[tuple[int, Weights]]:
-    """Return (first step, weights) of every piece of the stage's ramp; of the stage without one."""
+    """Return (first step, weights) of every piece of the stage's ramp, or of the stage if it has
+    none."""
     by_name = stage.weights or {}
     by_number = numbered(by_name, names, f"{stage} gives a weight to")
     _check_above_0(str(stage), "weight", by_name, "leave a source out to draw nothing from it")
@@ -339,7 +340,7 @@ def _pieces(
         end = begin + -(-missing // config.tokens_per_step)
     if end <= begin:
         raise ConfigError(
-            f"{stage} begins at step {begin} and its ramp ends at {end}: let it end at a later step"
+            f"{stage} begins at step {begin} and its ramp ends at {end}: make it end later"
         )
     check_reach(program, stage, end)
     before = [weight for weight in last.weights if weight is not None]
@@ -468,10 +469,10 @@ def within_epochs(program: Program, mixture: Mixture, tokens_per_epoch: Sequence
     remaining tokens, and ``check_epochs`` refuses a run in which the stage lasts longer.
 
     Tokens are those of steps, with padding. Skipped steps do not count. With partly filled rows
-    (``row_tokens``) sources stay below their limits by that part.
+    (``row_tokens``) sources stay below their limits by the unfilled part.
 
     Args:
-        mixture: ``Mixture.of`` the sources.
+        mixture: result of ``Mixture.of``.
         tokens_per_epoch: samples x capacity of every source.
     """
     if mixture.run_tokens is None or not tokens_per_epoch:

@@ -88,7 +88,7 @@ def unseen_documents(schedule: Schedule, source: int, step: int) -> tuple[Ids, i
     as a new source.
 
     Args:
-        schedule: of the run.
+        schedule: schedule of the run.
         source: number of the source.
         step: number of steps taken.
 
@@ -124,7 +124,7 @@ class ExclusionPlan:
     draws_before: int
     """Draws of these samples before from_step."""
     last_seen: int | None
-    """Step of the last such draw; None without any."""
+    """Step of the last such draw; None if there is none."""
     draws_since: int
     """Draws of these samples from from_step on."""
     shown_since: int
@@ -222,7 +222,7 @@ class StagePlan:
     buckets: tuple[BucketShare, ...]
     ramping: bool = False
     fim_rates: str = ""
-    """Rates of fill-in-the-middle per source; "" without any."""
+    """Rates of fill-in-the-middle per source; "" if there are none."""
 
     def __str__(self) -> str:
         rows = [self.fim_rates] if self.fim_rates else []
@@ -340,7 +340,7 @@ def _plan_stage(stage: StageDraws, end: int) -> StagePlan:
 
 
 def describe_fim(stage: StageDraws) -> str:
-    """Return the rates of fill-in-the-middle of all sources that a stage draws; "" without any."""
+    """Return the rates of fill-in-the-middle of all sources that a stage draws; "" if none."""
     settings = stage.settings
     rates = zip(stage.samples.names, settings.fim_rates or (), settings.weights, strict=False)
     entries = [f"{name} {rate:.4g}" for name, rate, weight in rates if rate and weight != 0]
@@ -350,7 +350,7 @@ def describe_fim(stage: StageDraws) -> str:
 
 
 def _shares(schedule: Schedule, num_steps: int) -> tuple[SourceShare, ...]:
-    """Return the shares of all sources; a weight is the mean over the stages, by their tokens."""
+    """Return the shares of all sources; weights are means over the stages, weighted by tokens."""
     samples = schedule.samples
     per_epoch = samples.tokens_per_epoch
     samples_taken = {c: np.zeros(len(per_epoch), np.int64) for c in schedule.capacities}

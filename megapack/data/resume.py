@@ -54,16 +54,16 @@ _TRAINING = ("loss_weights", "fim", "fim_rates", "attention_window", "attention"
 _LOSS = ("loss", "token_weights", "columns")
 # Fields that may be missing from an identity.
 OPTIONAL = (*_TRAINING, *_LOSS, "stages")
-_RESHUFFLED = "from here on the samples of the epoch come in another order: some again, some not"
-_REWEIGHTED = "the same samples are drawn, and their losses count otherwise"
+_RESHUFFLED = "from here on the epoch's samples come in a new order: some repeat, some never come"
+_REWEIGHTED = "the same samples are drawn, but their losses are weighted differently"
 _SKIPS = ("skip_steps", "skipped", "from_step")
 _CONSEQUENCE = dict.fromkeys((*_WHOLE_RUN, *_DRAWS, *_SKIPS), _RESHUFFLED) | {
     "order_version": "another version of megapack orders samples differently; " + _RESHUFFLED,
     "tokens_per_step": "the step number is converted by tokens seen; a step draws other samples",
-    "row_tokens": "draws hold another number of samples; " + _RESHUFFLED,
+    "row_tokens": "draws hold a different number of samples; " + _RESHUFFLED,
     "cost_window": "samples of a window are grouped differently; " + _RESHUFFLED,
     "indices": "other data; the epochs counted so far no longer mean anything",
-    "weights": "sources are taken in other proportions; " + _RESHUFFLED,
+    "weights": "sources are taken in different proportions; " + _RESHUFFLED,
     "exclude": "other documents are masked than before",
     "loss_weights": _REWEIGHTED,
     "loss": _REWEIGHTED,
@@ -71,8 +71,8 @@ _CONSEQUENCE = dict.fromkeys((*_WHOLE_RUN, *_DRAWS, *_SKIPS), _RESHUFFLED) | {
     "columns": "the same samples are drawn, with other columns",
     "fim": "the same samples are drawn, and fill-in-the-middle transforms documents differently",
     "fim_rates": "the same samples are drawn, with fill-in-the-middle at other rates",
-    "attention_window": "the same samples are drawn, with another attention window",
-    "attention": "the same samples are drawn, with another reach of attention in groups",
+    "attention_window": "the same samples are drawn, with a different attention window",
+    "attention": "the same samples are drawn, but attention reaches differently within groups",
 }
 ORDER_FIELDS = frozenset(_CONSEQUENCE)
 """Names of all fields that determine the order of samples."""
@@ -195,7 +195,7 @@ def check_state(current: State, state: State, allow_change: Collection[str] = ()
         elif past and len(refused) == len(rewritten):
             remedy += f", make the change a stage from step {step} on"
         same_samples = {name for name, _ in refused} <= {*_TRAINING, *_LOSS}
-        differs = "train otherwise on" if same_samples else "not see"
+        differs = "train differently on" if same_samples else "not see"
         raise ResumeError(
             f"this run would {differs} the samples the checkpoint's run would have seen: "
             + "; ".join(text for _, text in refused)

@@ -108,7 +108,7 @@ class BlockOrder:
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """File of scores and the order by them.
+    """File of scores, and the order that they define.
 
         sources:
           - {name: web, prefix: web/docs, index: web/docs.samples, scores: web/quality.npy}
@@ -163,7 +163,7 @@ class ScoreOrder:
         self._order = np.argsort(means, kind="stable")
         by_rank = means[self._order]
         starts = np.flatnonzero(np.r_[True, by_rank[1:] != by_rank[:-1]])
-        self._starts = np.r_[starts, len(means)]  # of the groups of equal score
+        self._starts = np.r_[starts, len(means)]  # starts of the groups of equal score
 
     def range(self, epoch: int, key: int, position: int, count: int) -> Ids:  # noqa: ARG002
         """Return ``count`` samples of an epoch from a position on, given the epoch's key."""
@@ -212,9 +212,9 @@ def score_orders(
     Sorting n samples takes O(n log n) once; 16 bytes per sample stay in memory.
 
     Args:
-        index: of a source.
-        shards: of the source, from ``Shards.opened``.
-        scores: of its documents.
+        index: index of a source.
+        shards: shards of the source, from ``Shards.opened``.
+        scores: scores of its documents.
 
     Raises:
         FormatError, OSError: see ``Scores.read``.
@@ -263,14 +263,14 @@ class Move(NamedTuple):
 
 
 class Epochs(NamedTuple):
-    """Order of one bucket of a source in all epochs; see the module."""
+    """Order of one bucket of a source in all epochs; see the module docstring."""
 
     size: int
     """Samples of the bucket."""
     key: int | None
     """Key of the shuffles of all epochs; None: every epoch is in the order of the index."""
     order: ScoreOrder | BlockOrder | None = None
-    """Instead of a shuffle."""
+    """Order that replaces the shuffles; None: shuffle."""
     move: Move | None = None
 
     def samples(self, cursor: int, count: int) -> Ids:

@@ -9,9 +9,9 @@
 
 All ranks compute the same without communication. Steps hold a constant number of tokens; their
 content does not depend on the number of ranks, the micro batch size or the number of workers, so a
-run may stop at any step and resume with others. Nothing is dropped: a bucket is an endless stream
-(``megapack.data.bucket_streams``) of which every draw takes the next ``k`` samples, and a draw that
-reaches the end of an epoch continues with the next one.
+run may stop at any step and resume with different ones. Nothing is dropped: a bucket is an endless
+stream (``megapack.data.bucket_streams``) of which every draw takes the next ``k`` samples, and a
+draw that reaches the end of an epoch continues with the next one.
 
 Every bucket of every source has one cursor, the number of its samples taken since the run began. A
 stage knows the cursors at its first draw; within it they follow from the order of draws and the
@@ -21,8 +21,8 @@ of n samples gives element ``c mod n`` of the order of its epoch ``c div n``
 missed, also across stages.
 
 In every stage the blend is exact: of the first n samples of a bucket, each source provides n times
-its weight, within 1.69. Over k stages these errors add up to at most 1.69 k; a stage after skipped
-steps counts twice, since it has this error at its first and at its last draw.
+its weight, with an error below 1.69. Over k stages these errors add up to at most 1.69 k; a stage
+after skipped steps counts twice, since it has this error at its first and at its last draw.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Step:
     """One optimizer step of all ranks; ``mix="step"`` has one draw, ``micro_step`` several.
 
     Attributes:
-        index: of the step, counted from 0.
+        index: number of the step, counted from 0.
         draws: draws of the step, in order.
         count_labels: (sample ids, view) -> tokens of each sample that have a label.
     """
@@ -129,8 +129,8 @@ class StageDraws:
     """Draws of one stage, each computed independently.
 
     Args:
-        settings: of the stage.
-        samples: of the whole run.
+        settings: settings of the stage.
+        samples: samples of the whole run.
         before: the stage that draws the steps before the first draw, if any: the previous stage, or
             the last stage of the skipped steps.
         first: the step of ``before`` at which this stage takes over the cursors.
@@ -139,10 +139,10 @@ class StageDraws:
         finite: see ``Schedule``.
 
     Attributes:
-        settings: of the stage; ``begin``, ``config`` and ``view`` are among them.
+        settings: settings of the stage; ``begin``, ``config`` and ``view`` are among them.
         skipped: draws of the stages that the stage skips.
         buckets: streams of samples, by ascending capacity.
-        samples_per_draw: of every bucket.
+        samples_per_draw: samples in a draw, for every bucket.
         num_cycles: cycles of the order per epoch.
         draws: the order of draws.
 
@@ -371,7 +371,7 @@ def open_stages(
     before: StageDraws | None = None,
     largest: int = 0,
 ) -> list[StageDraws]:
-    """Return the draws of every stage. Raises ConfigError as ``StageDraws``, naming the stage.
+    """Return the draws of every stage. Raises ConfigError like ``StageDraws``, and names the stage.
 
     Args:
         before: the stage that draws the steps before the program.
@@ -416,14 +416,14 @@ class Schedule:
         index: a ``SampleIndex``, several, or a ``PackedDataset`` (or its ``samples``), which has
             its ``Mixture`` and counts label tokens exactly. Bare indices can count them only if
             their strategy dropped no tokens.
-        config: of the steps; None: create it from ``fields``.
+        config: settings of the steps; None: create it from ``fields``.
         weights: shares of tokens of several indices; None: in proportion to their tokens.
-        names: of the indices, for stages and reports.
+        names: names of the indices, for stages and reports.
         stages: changes at later steps (``megapack.data.program``).
         finite: for evaluation: every sample of all sources once, in the order of the indices,
             without weights and stages. The last draw of a bucket may have fewer samples, later
             draws are empty; ``num_steps()`` is the end. Indices must not drop or repeat tokens.
-        fields: of ``ScheduleConfig``: tokens_per_step, seed, order, num_cycles, mix, ...
+        fields: fields of ``ScheduleConfig``: tokens_per_step, seed, order, num_cycles, mix, ...
 
     Raises:
         ConfigError: capacities and tokens_per_step do not fit; the message names the remedy.
@@ -525,7 +525,7 @@ class Schedule:
     def step(self, i: int) -> Step:
         """Return step ``i``, counted from 0."""
         if i < 0:
-            raise IndexError(f"step {i}; steps are counted from 0")
+            raise IndexError(f"step {i} does not exist; steps are counted from 0")
         stage = self.stage_at(i)
         view = replace(stage.view, window=self.settings_at(i).window_at(i))
         return Step(i, stage.step_draws(i, view), self.samples.count_labels)

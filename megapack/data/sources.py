@@ -356,7 +356,9 @@ class SampleSource:
             IndexError: an id does not exist.
         """
         if len(ids) and (ids.min() < 0 or ids.max() >= self.num_samples):
-            raise IndexError(f"sample ids [{ids.min()}, {ids.max()}] of {self.num_samples} samples")
+            raise IndexError(
+                f"sample ids are from {ids.min()} to {ids.max()}; only {self.num_samples} exist"
+            )
         if len(self.indices) == 1:
             return np.zeros(len(ids), np.int64), ids
         source = np.searchsorted(self.bases, ids, side="right") - 1
@@ -365,7 +367,7 @@ class SampleSource:
     def capacity_of(self, sample: int) -> int:
         """Return the capacity of one global id, tokens. Raises IndexError if it does not exist."""
         if not 0 <= sample < self.num_samples:
-            raise IndexError(f"sample {sample} of {self.num_samples} samples")
+            raise IndexError(f"sample {sample} does not exist; there are {self.num_samples}")
         starts, capacities = self._bucket_table
         return capacities[bisect_right(starts, sample) - 1]
 

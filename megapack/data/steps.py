@@ -250,7 +250,7 @@ def check_group(size: int, num_ranks: int) -> None:
     if size < 1 or num_ranks % size:
         raise ConfigError(
             f"sequence_parallel_size is {size}, and {num_ranks} ranks cannot be divided into "
-            "groups of it; choose a divisor"
+            "groups of that size; choose a divisor"
         )
 
 

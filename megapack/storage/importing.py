@@ -170,8 +170,8 @@ def import_dataset(
         overwrite: replace a different dataset at ``output``.
 
     Raises:
-        ConfigError: ``output`` is a different dataset or not writable, or an argument is missing or
-            contradicts the file.
+        ConfigError: ``output`` exists and is a different dataset, or is not writable; or an
+            argument is missing or contradicts the file.
         LockedError: another process writes ``output``.
         FormatError: the file is damaged, of another format, or does not fit the files next to it.
         DataError: the separator never occurs, the ids contradict the dtype or the vocabulary, or a
@@ -318,7 +318,7 @@ def _labels_of_mask(target: str, source: _Source, unpublished: ExitStack) -> Col
         for mask in read_array_blocks(file, np.uint8, foreign.num_tokens):
             if mask.max() > 1:
                 raise FormatError(
-                    f"{mask_path} has a byte of {int(mask.max())}; a loss mask has 0 and 1: "
+                    f"{mask_path} has the byte {int(mask.max())}; a loss mask has only 0 and 1: "
                     "restore it, or remove it to give every token loss"
                 )
             num_masked += mask.size - int(np.count_nonzero(mask))
@@ -326,7 +326,7 @@ def _labels_of_mask(target: str, source: _Source, unpublished: ExitStack) -> Col
             writer.append(np.where(mask, labels, writer.spec.numpy_dtype.type(writer.spec.fill)))
     digest = file_checksum(mask_path)
     source.metadata["loss_mask"] = {"masked_tokens": num_masked, "xxh3_128": digest}
-    source.notes.append(f"{num_masked} tokens without loss by {mask_path.name}")
+    source.notes.append(f"{num_masked} tokens without loss according to {mask_path.name}")
     return writer
 
 

@@ -1,6 +1,6 @@
 """Lock files and folders that megapack creates and removes; each contains megapack's mark.
 
-- ``WriterLock``: one writer per path, by a lock of the kernel
+- ``WriterLock``: one writer per path, enforced by a kernel lock
 - ``make_own_folder``, ``remove_own_folder``: folders that megapack may remove as a whole
 
     with WriterLock("shared/corpus", what="merge"):  # shared/corpus.lock
@@ -39,10 +39,10 @@ class WriterLock:
 
     The lock is a kernel lock on the file ``<path>.lock``, which contains host, process and purpose
     (``what``). The file is locked before it gets its name, and the process that holds the lock
-    removes it. A lock file that a killed process left locks nothing. A file of that name that does
+    removes it. The lock file of a killed process has no effect. A file of that name that does
     not begin with megapack's mark is never opened for writing, changed or removed. A forked child
-    shares the lock and never removes the file. Links
-    are followed; ``shared``: let others share the lock.
+    shares the lock and never removes the file. The lock follows links. ``shared``: let others share
+    the lock.
 
     Raises:
         LockedError: another writer holds the lock; the message contains its host and process.

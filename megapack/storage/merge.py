@@ -81,7 +81,7 @@ def merge(
         False if nothing was done, because the meta files prove that the result exists already.
 
     Raises:
-        ConfigError: ``output`` is a different dataset, an input, or not writable;
+        ConfigError: ``output`` is an existing, different dataset, an input, or not writable;
             ``remove_inputs`` with remote datasets, or after some inputs were removed already; or an
             input with labels or loss weights of an earlier version (``check_converted``).
         LockedError: another process writes ``output``.
@@ -249,7 +249,7 @@ def _check_removal(prefixes: Sequence[str], output: str) -> None:
 
 
 def _recorded_facts(inputs: list[InputDataset], dtype: np.dtype[Any]) -> TokenFacts | str:
-    """Return the facts of all tokens from the meta files, or a sentence why they are unknown."""
+    """Return the facts of all tokens from the meta files, or the reason why they are unknown."""
     facts_of_inputs: list[TokenFacts] = []
     for dataset in inputs:
         if dataset.facts is None or dataset.dtype != dtype:

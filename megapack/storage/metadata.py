@@ -133,7 +133,8 @@ def read_meta(prefix: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 
 def differing_tokens(named: Callable[[str], Iterable[tuple[str, Any]]]) -> Iterator[str]:
-    """Yield a sentence each if documents of datasets begin or end with different tokens.
+    """Yield a sentence if documents of datasets begin with different tokens, and another if they
+    end with different tokens.
 
     Args:
         named: returns (prefix, token) of the datasets for a key of ``BOUNDARY_TOKENS``; None stands
@@ -253,8 +254,9 @@ def difference_from_files(
     for key, value in actual.items():
         if recorded[key] != value:
             return (
-                f"the meta file does not match the dataset: its {key} is {recorded[key]}, that of "
-                f"the dataset is {value}; delete the meta file if another tool rewrote the dataset"
+                f"the meta file does not match the dataset: its {key} is {recorded[key]}, but "
+                f"that of the dataset is {value}; delete the meta file if another tool rewrote "
+                "the dataset"
             )
     return None
 

@@ -150,7 +150,7 @@ def _repair_documents(
                 f"{name}: document {facts.first_bad_document} ends before it begins or too late; "
                 "pass one_document_per_sequence (--one-document-per-sequence) to discard documents"
             )
-        done.append(f"discarded the documents: each of {header.num_sequences} sequences is one now")
+        done.append(f"discarded the documents: now each of {header.num_sequences} sequences is one")
         return None
     if facts.first_document_index:
         done.append(f"document 0 began at sequence {facts.first_document_index}: now at 0")
@@ -158,7 +158,7 @@ def _repair_documents(
 
 
 def _complete(ends: NDArray[np.int64], num_sequences: int, done: list[str]) -> NDArray[np.int64]:
-    """Return document ends up to the last sequence; each one without a document becomes one."""
+    """Return document ends up to the last sequence; a sequence without one becomes a document."""
     last = int(ends[-1]) if ends.size else 0
     if last == num_sequences:
         return ends
@@ -223,7 +223,7 @@ def _fit(
     if bin_path.is_symlink() or bin_path.stat().st_nlink > 1:
         raise FormatError(
             f"{bin_path} is a link or has hard links; truncating it would change all its names: "
-            "replace it by a copy"
+            "replace it with a copy"
         )
     return index, needed
 

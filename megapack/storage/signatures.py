@@ -38,9 +38,9 @@ _TEXT = (
 _SAVE = "save {} with numpy.save, and import that .npy"
 _UNPACK = "unpack it first: {tool} {path}"
 
-# First bytes, name, remedy. All have 4 or more bytes: chance matches 4 in one of 4 billion files.
+# First bytes, name, remedy. All have 4 or more bytes: 4 match by chance in one of 4 billion files.
 _MAGICS: tuple[tuple[bytes, str, str], ...] = (
-    (b"\x93NUMPY", "a .npy file", "import it with --kind npy (the default finds it)"),
+    (b"\x93NUMPY", "a .npy file", "import it with --kind npy (the default detects it)"),
     (b"MMIDIDX\0\0", "the .idx of a Megatron pair", "import the prefix: leave out the ending .idx"),
     (b"TNTIDX\0\0", "the .idx of fairseq", "write it again with Megatron's --dataset-impl mmap"),
     (b"\x28\xb5\x2f\xfd", "a zstd stream", _UNPACK.format(tool="zstd -d", path="{path}")),
@@ -112,7 +112,7 @@ def _llm_c(head: bytes) -> str | None:
         return f"{_LLM_C_OTHERS[magic]}: {_NO_TOKENS}"
     if magic in LLM_C_MAGICS:
         name = "a file of llm.c or modded-nanogpt with a header"
-        return f"{name} (version {version}): import it with --kind llm.c (the default finds it)"
+        return f"{name} (version {version}): import it with --kind llm.c (the default detects it)"
     return None
 
 
@@ -212,7 +212,7 @@ def mds_remedy(folder: Path, shard: dict[str, object]) -> str:
 
 
 def _text(path: Path, head: bytes) -> str | None:
-    """Recognize JSON and JSON Lines by a start of printable characters; token ids have others."""
+    """Recognize JSON and JSON Lines: they start with printable characters, unlike token ids."""
     start = head[:64]
     if len(start) < 16 or start.lstrip()[:1] not in (b"{", b"["):
         return None

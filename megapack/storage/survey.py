@@ -147,7 +147,9 @@ class Survey:
         name, header = self.layout.path, self.layout.header
         if header.lacks_document_indices:
             text = f"{name} has no documents (GPT-NeoX's merge loses them)"
-            yield Finding("error", "documents-lost", text, f"{REPAIR} makes each one a document")
+            yield Finding(
+                "error", "documents-lost", text, f"{REPAIR} makes each sequence a document"
+            )
         elif self.first_bad_document is not None:
             text = f"{name}: document {self.first_bad_document} begins or ends out of order"
             yield Finding("error", "documents", text, REPAIR)
@@ -189,7 +191,7 @@ def survey(
     idx_path: str | os.PathLike[str], bin_path: str | os.PathLike[str], *, multimodal: bool = False
 ) -> Survey:
     """Read an .idx once from end to end, block by block. Raises FormatError if it is not an .idx,
-    is truncated, contains a negative length, or lacks modes although ``multimodal``."""
+    is truncated, contains a negative length, or lacks modes although ``multimodal`` is set."""
     layout = FileLayout(idx_path, multimodal)
     with open_regular(bin_path) as file:
         result = Survey(layout, Path(bin_path), file_identity(file).num_bytes)

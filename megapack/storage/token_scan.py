@@ -8,7 +8,7 @@
 The four uint32 ids 7 8 0 9, read as uint16, are 7 0 8 0 0 0 9 0: every second id is 0::
 
     check_width(foreign, Scan(foreign, None), None)
-    # DataError: ... 0 or next to 0 at every second position: ... give --dtype uint32
+    # DataError: ... 0 or almost 0 at every second position: ... give --dtype uint32
 """
 
 from __future__ import annotations
@@ -90,13 +90,13 @@ def check_width(foreign: Foreign, scan: Scan, vocab_size: int | None) -> None:
         return
     likely = likely_dtype(foreign, vocab_size)
     high = int(scan.maxima.max())
-    symptom = f"an id of {high}, beyond any vocabulary" if high >= limit else "0 or next to 0"
+    symptom = f"an id of {high}, beyond any vocabulary" if high >= limit else "0 or almost 0"
     where = "" if high >= limit else " at every second position"
     if likely is None or likely.startswith("big"):
         likely = likely or "another type"
         remedy = "convert the file with numpy"
     else:
-        remedy = f"give --dtype {likely}, or write the file again where its header names the type"
+        remedy = f"give --dtype {likely}, or rewrite the file if its header names the type"
     raise DataError(
         f"{foreign.tokens_path}: read as {foreign.dtype.name}, it has {symptom}{where}: the tokens "
         f"are probably {likely}: {remedy}"

@@ -2,7 +2,7 @@
 
 ``llama_*``: Llama 3.1 at the sizes of BucketLLM (section 5), without rescaled RoPE: its factor 8
 extends a trained model beyond 8k, but here training starts with 16k.
-``qwen3_*``: Qwen/Qwen3-0.6B-Base to 8B-Base and 30B-A3B-Base, by their config.json (*Qwen3
+``qwen3_*``: Qwen/Qwen3-0.6B-Base to 8B-Base and 30B-A3B-Base, as in their config.json (*Qwen3
 Technical Report*, arXiv 2505.09388, tables 1 and 2); the last has 128 experts, eight per token, and
 a load-balancing loss.
 ``gpt2_*_alibi``: GPT-2 with ALiBi instead of position embeddings (atom-size paper, A.4), so that

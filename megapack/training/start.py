@@ -102,8 +102,8 @@ def check_start(
     check_mixing(config, inputs)
     if config.evaluation.every is not None and not inputs.held_out:
         raise ConfigError(
-            f"evaluation.every is {config.evaluation.every} and there are no held-out documents; "
-            "give data.valid_prefix (or that of a source of the blend), or set it to null"
+            f"evaluation.every is {config.evaluation.every}, but there are no held-out documents; "
+            "set data.valid_prefix (or that of a source of the blend), or evaluation.every=null"
         )
     if profile is not None and profile.stop > inputs.num_steps:
         raise ConfigError(
@@ -159,8 +159,8 @@ def check_mixing(config: PretrainConfig, inputs: Inputs) -> None:
     find_rule(rule)
     if len(set(names)) < max(2, len(names)):
         raise ConfigError(
-            f"mixing.rule is {rule!r} and the blend has sources {', '.join(names)}: it needs at "
-            "least two, each with its own name"
+            f"mixing.rule is {rule!r}, but the blend has sources {', '.join(names)}: the rule "
+            "needs at least two, each with its own name"
         )
 
 
@@ -401,11 +401,11 @@ def find_start(
     run_changes = check_record(record, saved_record, allowed, is_branch=is_branch)
     if logs:
         for change in run_changes:
-            logger.warning("the run is changed: %s", change)
+            logger.warning("the run has changed: %s", change)
         for problem in resume.rejected:
             logger.warning("%s; falling back to %s", problem, resume.tag)
         for change in order_changes:
-            logger.warning("the data order is changed: %s", change)
+            logger.warning("the data order has changed: %s", change)
     step = inputs.schedule.resume_step(saved_order, allowed_of_order)
     if step > inputs.num_steps:
         raise ResumeError(

@@ -467,12 +467,11 @@ class Trainer:
         self.monitor.skip_time()
 
     @property
-    def next_rate(self) -> float | None:
-        """Learning rate of the next step; None if the run is complete."""
-        if self.done >= self.inputs.num_steps:
-            return None
+    def next_rate(self) -> float:
+        """Learning rate of the next step; after the last step, that of the last."""
         config, num_steps = self.config, self.inputs.num_steps
-        return config.learning_rate.at(self.done, num_steps=num_steps, peak=config.optimizer.lr)
+        step = min(self.done, num_steps - 1)
+        return config.learning_rate.at(step, num_steps=num_steps, peak=config.optimizer.lr)
 
     def save(self) -> None:
         """Start a checkpoint of the current step."""

@@ -17,7 +17,7 @@ BOUNDS = (0, 5, 6, 13, 17, 19, 24)
 
 
 def make_batch(window: int | None = None, *, per_row: bool = False) -> dict[str, Any]:
-    """Six segments in two rows of 12; the last is padding."""
+    """Return six segments in two rows of 12 tokens; the last is padding."""
     generator = torch.Generator().manual_seed(7)
     tokens = torch.randint(3, 50, (24,), generator=generator)
     labels = torch.roll(tokens, -1)
@@ -96,7 +96,7 @@ def test_a_forward_that_keeps_documents_apart_passes(window: int | None, per_row
 
 
 WRONG = [(at, wrong) for at in range(1, 6) for wrong in ("missing", "late", "early")]
-WRONG.remove((2, "early"))  # on the begin of a document of one token: that one is missing
+WRONG.remove((2, "early"))  # before a one-token document: that boundary would be missing
 
 
 @pytest.mark.parametrize(("at", "wrong"), WRONG)
@@ -126,7 +126,7 @@ def test_a_look_ahead_is_found() -> None:
 
     def forward(batch: dict[str, Any]) -> Tensor:
         made = plain(batch)
-        made[7] += made[9]  # inside of the segment of tokens 6 to 12
+        made[7] += made[9]  # inside the segment of tokens 6 to 12
         return made
 
     with pytest.raises(ConfigError, match="what comes after it"):
@@ -178,7 +178,7 @@ def test_batch_without_labels_gets_labels_for_the_probe(
 def scaled_logits(
     scale: Callable[[Tensor, int], Any], threshold: int = 0
 ) -> Callable[[dict[str, Any]], Tensor]:
-    """A forward whose logits depend on the longest position, or on the number of tokens."""
+    """Return a forward whose logits depend on the longest position or the number of tokens."""
     plain = TinyModel()
 
     def forward(batch: dict[str, Any]) -> Tensor:
@@ -239,7 +239,7 @@ def test_the_number_of_forwards_does_not_depend_on_the_batch(longest: Any, count
 
 
 def told_by_text(batch: dict[str, Any]) -> Tensor:
-    """A host that derives labels from tokens has only next tokens as labels."""
+    """Return which labels a host that derives them from tokens has: only next tokens."""
     return (batch["loss_mask"] != 0) & (batch["labels"] == batch["tokens"].roll(-1).view(2, 12))
 
 

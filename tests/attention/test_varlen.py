@@ -149,8 +149,8 @@ def test_a_backend_is_chosen_with_the_reason() -> None:
 @pytest.mark.parametrize(
     ("name", "needs", "message"),
     [
-        ("flash2", {}, r"flash2.*not on cpu; able here: sdpa, eager"),
-        ("sdpa", {"softcap": True}, r"'sdpa' cannot serve .*softcap.*able here: eager"),
+        ("flash2", {}, r"flash2.*not on cpu; available: sdpa, eager"),
+        ("sdpa", {"softcap": True}, r"'sdpa' cannot serve .*softcap.*available: eager"),
         ("flash3", {"alibi": True}, "flash-attn 3 has no ALiBi"),
         ("flush", {}, r"'flush' is unknown; choose one of auto, flash3"),
     ],

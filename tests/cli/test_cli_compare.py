@@ -1,4 +1,4 @@
-"""megapack-build compare and simulate, by their command lines."""
+"""megapack-build compare and simulate, run from the command line."""
 
 from __future__ import annotations
 

@@ -55,8 +55,8 @@ def export(folder: Path, *more: object, status: int = 0) -> str:
 
 
 def expected_rows(folder: Path) -> list[Row]:
-    """From micro batches of a sample each; without the last token of a document, which predicts
-    nothing."""
+    """Return the rows of micro batches of one sample, without the last token of a document, which
+    predicts nothing."""
     dataset = PackedDataset(folder / "chats", folder / "chats.samples")
     index = SampleIndex.load(folder / "chats.samples")
     lengths = read_document_lengths(folder / "chats")
@@ -91,8 +91,8 @@ def sequences_of(
 
 
 def read_by_the_rule(folder: Path) -> list[dict[str, Any]]:
-    """What Megatron-Bridge 067f987d makes of a row: the last token of a sequence is a label only,
-    and the mask is of the token that predicts."""
+    """Return what Megatron-Bridge 067f987d reads from a row: the last token of a sequence is only a
+    label, and the mask belongs to the token that predicts."""
     batches = []
     for row in pq.read_table(folder / "train.idx.parquet").to_pylist():
         ids, mask, starts = row["input_ids"], row["loss_mask"], row["seq_start_id"]

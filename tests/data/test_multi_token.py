@@ -192,3 +192,15 @@ def test_megatron_rolls_our_labels_to_the_same_targets(tmp_path: Path) -> None:
         wanted = batch["mtp_labels"][..., depth]
         assert torch.equal(torch.where(mask > 0, labels, -100), wanted)
     assert (batch["mtp_labels"] >= 0).any(), "some depth has targets"
+
+
+def test_windows_and_documents_of_one_attention_segment_end_targets(tmp_path: Path) -> None:
+    """With attention ``sample``, documents begin where positions restart."""
+    documents, samples = [[5, 6, 7, 8, 9], [1, 2, 3]], [[(0, 0, 5), (1, 0, 3)]]
+    data = packed_as(tmp_path, documents, {8: samples}, attention="sample", num_mtp_targets=1)
+    for window, wanted in ((None, [7, 8, 9, -100, -100]), (4, [7, 8, 9, -100, -100])):
+        batch = data.micro_batch([0], view=StepView(window=window))
+        assert batch["mtp_labels"].flatten().tolist() == [*wanted, 3, -100, -100]
+    batch = data.micro_batch([0], view=StepView(window=3))
+    assert batch["cu_seqlens"].tolist() == [0, 3, 6, 8]
+    assert batch["mtp_labels"].flatten().tolist() == [7, 8, -100, -100, -100, -100, -100, -100]

@@ -356,7 +356,7 @@ def test_edited_runs_keep_every_law() -> None:
 
 
 def check_masks(schedule: Schedule, run: Run) -> None:
-    """A sample shows all its segments except those of documents that a stage excludes."""
+    """Check that samples show all segments except those of documents that a stage excludes."""
     gone: set[tuple[int, int]] = set()
     waiting = [stage for stage in run.stages if stage.exclude]
     assert max(max(ids) for ids in run.seen) < schedule.samples.num_samples
@@ -377,8 +377,8 @@ def check_masks(schedule: Schedule, run: Run) -> None:
 
 
 def check_epochs_of_sources(schedule: Schedule, run: Run) -> None:
-    """Per bucket of a source, the samples in the order drawn (or skipped) are whole epochs, sorted
-    by score if the source has scores and no cost window moves them."""
+    """Check that the samples of each bucket of a source, in the order drawn or skipped, form whole
+    epochs, sorted by score if the source has scores and no cost window moves them."""
     streams: dict[tuple[int, int], list[int]] = defaultdict(list)
     passed = skipped(schedule)
     for i, ids in enumerate(run.seen):
@@ -409,7 +409,7 @@ def follow(schedule: Schedule, streams: dict[tuple[int, int], list[int]], ids: n
 
 
 def check_shares(schedule: Schedule, seen: list[list[int]]) -> None:
-    """At every step of k stages: |samples given - samples x weight| < 1.69 k in every bucket."""
+    """Check every step of k stages: |samples given - samples x weight| < 1.69 k in every bucket."""
     samples = schedule.samples
     num_sources, tokens = len(samples.indices), samples.tokens_per_epoch
     taken = np.zeros(num_sources)

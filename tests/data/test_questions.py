@@ -109,7 +109,7 @@ def test_repacked_source(tmp_path: Path, run_of: Any, capsys: pytest.CaptureFixt
             if source:
                 assert {d for d, _, _ in segments} <= set(documents.tolist())
             seen |= {d for d, _, _ in segments}
-    assert len(seen) == 400  # all of them, although the first packing was left within an epoch
+    assert len(seen) == 400  # all, although the run left the first packing within an epoch
 
     capsys.readouterr()
     assert (

@@ -38,7 +38,7 @@ def epoch_of(order: Epochs, epoch: int) -> np.ndarray:
 
 
 def reference(size: int, block: int, window: int, epoch: int) -> list[int]:
-    """Return an epoch by the definition: blocks in random order, groups of them shuffled."""
+    """Return an epoch as defined: blocks in random order, groups of them shuffled."""
     if epoch == 0:
         return list(range(size))
     key, number = key_of(epoch), -(-size // block)
@@ -96,9 +96,9 @@ def test_later_epochs_are_as_independent_as_shuffles_of_blocks() -> None:
 
 
 def test_samples_share_steps_as_often_as_groups_of_blocks_imply() -> None:
-    """Two samples of a step are of one block as often as any two samples of a group of blocks. They
-    shared a step of the epoch before if they were in one group then, as samples of one block
-    always were."""
+    """Two samples of a step come from one block as often as any two samples of a group of blocks.
+    They shared a step of the previous epoch if they were in one group in that epoch, which samples
+    of one block always were."""
     num_blocks, step = 48, 32
     order = order_of(BLOCK * num_blocks, BLOCK, WINDOW)
     pairs = again = of_block = 0
@@ -141,13 +141,13 @@ def test_epoch_ascends_and_ties_are_shuffled(means: list[float], begin: int, cou
 
 
 def sample_means(index: SampleIndex, scores: np.ndarray) -> np.ndarray:
-    """Return the mean scores by the definition, weighted by tokens in the sample."""
+    """Return the mean scores as defined, weighted by tokens in the sample."""
     samples = [np.array(index.sample(number)[1]).T for number in range(index.num_samples)]
     return np.array([np.average(scores[segments[0]], weights=segments[2]) for segments in samples])
 
 
 def schedule_of(folder: Path, scores: np.ndarray, **options: Any) -> Schedule:
-    """Return a schedule of two sources, the first with scores; without tokens."""
+    """Return a schedule of two sources, the first with scores; no token files."""
     indices = [packed_index(300, (16, 32)), packed_index(200, (16, 32), 1)]
     np.save(folder / "scores.npy", scores)
     how = options.pop("score_order", "ascending")
@@ -221,7 +221,7 @@ def test_scores_are_relative_to_the_manifest(tmp_path: Path) -> None:
         (np.zeros(300, bool), "holds bool"),
         (np.r_[np.zeros(7), np.nan, np.inf, np.zeros(291)], "has nan for document 7 (2 such"),
         (b"", "is not a .npy file of numbers"),
-        (b"PK\x03\x04", "is not a .npy file of numbers"),  # begin of an .npz
+        (b"PK\x03\x04", "is not a .npy file of numbers"),  # start of an .npz
     ],
 )
 def test_files_without_scores_are_refused(tmp_path: Path, scores: Any, message: str) -> None:

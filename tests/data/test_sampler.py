@@ -108,7 +108,7 @@ def test_pad_last_gives_some_ranks_empty_micro_batches(size: int, micro_batches:
 
 
 def dealt(costs: list[int], sizes: list[int]) -> list[int]:
-    """Assign by the definition in csrc/core/schedule/assign.hpp: try every exchange, take the first
+    """Assign as defined in csrc/core/schedule/assign.hpp: try every exchange, take the first
     best."""
     bins: list[list[int]] = [[] for _ in sizes]
 
@@ -207,7 +207,7 @@ def test_rows_hold_samples_that_do_not_divide_them() -> None:
 def test_samples_of_a_row_begin_at_equal_distances(
     tmp_path: Path, capacity: int, begins: list[int]
 ) -> None:
-    """Check begins against ``ScheduleConfig.row_tokens``, and boundaries."""
+    """Check sample starts against ``ScheduleConfig.row_tokens``, and boundaries."""
     dataset = write_documents(tmp_path / "d", [[number + 1] * 9 for number in range(len(begins))])
     index = pack([9] * len(begins), "pad", buckets=[capacity])
     layout = BatchLayout(micro_batch_tokens=64, kind="rows", row_tokens=64)
@@ -265,14 +265,14 @@ def test_the_slices_of_a_group_are_its_micro_batch(packed: PackedDataset) -> Non
                 assert all(batch[name].shape == (1, tokens) for batch in members), name
                 assert torch.equal(torch.cat([b[name] for b in members], 1), whole[name]), name
             for place, batch in enumerate(members):
-                assert torch.equal(batch["cu_seqlens"], whole["cu_seqlens"]), "of the whole"
+                assert torch.equal(batch["cu_seqlens"], whole["cu_seqlens"]), "those of the whole"
                 assert batch["max_seqlen"] == whole["max_seqlen"]
                 if shared > 1:
                     assert batch["sequence_parallel_rank"] == place
                     assert batch["sequence_parallel_size"] == group
                 else:
                     assert "sequence_parallel_rank" not in batch
-    assert kinds == {1, group}, "one kind of bucket only: the test shows half of it"
+    assert kinds == {1, group}, "only one kind of bucket: this covers half of the cases"
 
 
 @pytest.mark.parametrize(

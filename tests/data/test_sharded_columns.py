@@ -178,6 +178,25 @@ def test_changed_columns_are_refused_until_pack_records_them(tmp_path: Path) -> 
     assert torch.equal(PackedDataset(None, manifest)[0]["tokens"], tokens)
 
 
+def test_columns_that_a_manifest_does_not_record_are_not_read(tmp_path: Path) -> None:
+    """A shard gets a column of another width after packing: its tokens keep the fill value."""
+    write_shard(tmp_path / "a", ["score"])
+    write_shard(tmp_path / "b", [], seed=1)
+    manifest = str(tmp_path / "web.shards.json")
+    sharded(manifest, [tmp_path / "a", tmp_path / "b"])
+
+    def scores(path: str) -> list[Any]:
+        data = PackedDataset(None, path, columns={"score": "fill"})
+        return [data[i]["score"].tolist() for i in range(len(data))]
+
+    before = scores(manifest)
+    write_shard(tmp_path / "b", ["score"], seed=1, score=ColumnSpec(dtype="int8", shape=(2,)))
+    assert scores(manifest) == before
+    arranged(manifest, tmp_path / "new.shards.json")
+    flat = [score for sample in scores(str(tmp_path / "new.shards.json")) for score in sample]
+    assert sorted(flat) == sorted(score for sample in before for score in sample)
+
+
 def test_columns_of_one_name_have_one_type(tmp_path: Path) -> None:
     write_shard(tmp_path / "a", ["score"])
     write_shard(tmp_path / "b", ["score"], score=ColumnSpec(dtype="float16"))

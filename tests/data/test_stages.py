@@ -267,7 +267,7 @@ def test_a_source_may_join_a_run_that_takes_its_sources_by_size() -> None:
     assert ids(joined, range(9)) == ids(Schedule(POOL[:2], tokens_per_step=96), range(9))
     with pytest.raises(ResumeError, match="weights was"):  # it would be drawn from step 0
         Schedule(POOL[:3], tokens_per_step=96).check_state(state)
-    with pytest.raises(ConfigError, match="'s0' has no weight, others have: give all or none"):
+    with pytest.raises(ConfigError, match="'s0' has no weight, but others do: give all or none"):
         Schedule(POOL[:2], names=NAMES[:2], weights=[None, 1], tokens_per_step=96)
 
 
@@ -364,7 +364,7 @@ def test_training_settings_are_part_of_the_identity(
     assert of((3, first)).check_state(state) == []
     assert of((3, first), (5, later)).check_state(state) == [f"from step 5 on {field} {change}"]
     for rewritten in (of(), of((3, other)), of((4, first))):
-        with pytest.raises(ResumeError, match=rf"train otherwise on the samples.*{field} was"):
+        with pytest.raises(ResumeError, match=rf"train differently on the samples.*{field} was"):
             rewritten.check_state(state)
     assert "the same samples are drawn" in of().check_state(state, allow_change=[field])[0]
     assert ids(of((3, first)), range(9)) == ids(schedule_of(), range(9))

@@ -256,7 +256,7 @@ def test_a_ramp_to_the_present_weights_changes_nothing() -> None:
     ("change", "message"),
     [
         ({"ramp": {"until_step": 10}}, "begins at step 10 and its ramp ends at 10"),
-        ({"ramp": {"until_tokens": 5}}, "its ramp ends at 1: let it end"),
+        ({"ramp": {"until_tokens": 5}}, "its ramp ends at 1: make it end"),
         ({"ramp": {}}, "ends at until_step or at until_tokens"),
         ({"ramp": {"until_step": 9, "pieces": 0}}, "ramp: pieces is 0; it must be above 0"),
         ({"weights": None, "ramp": {"until_step": 20}}, "has a ramp and no weights"),

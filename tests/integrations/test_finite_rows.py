@@ -31,7 +31,7 @@ Lengths = st.lists(st.integers(0, 70), min_size=1, max_size=25).filter(any)
 
 
 def write(folder: Path, name: str, lengths: list[int], first: int) -> IndexedDataset:
-    """Write documents of these lengths in which every token has another id, from ``first`` on."""
+    """Write documents of these lengths in which tokens have different ids, from ``first`` on."""
     with IndexedDatasetBuilder(folder / name, np.int32, overwrite=True) as builder:
         for length in lengths:
             builder.add_document(np.arange(first, first + length))
@@ -44,7 +44,7 @@ def documents_of(datasets: list[IndexedDataset]) -> list[np.ndarray[Any, Any]]:
 
 
 def finite(datasets: list[IndexedDataset], rows_per_block: int, **more: Any) -> RowDataset:
-    """Weights, stages and an attention window are of training alone."""
+    """Return a finite set, which must ignore weights, stages and the attention window."""
     sources = tuple(
         Source(prefix=dataset.prefix, weight=weight)
         for dataset, weight in zip(datasets, (0.9, 0.1), strict=False)
@@ -98,7 +98,7 @@ def tiny_model(vocabulary: int) -> torch.nn.Module:
 
 
 def losses(model: Any, tokens: torch.Tensor, labels: torch.Tensor, ends: list[int]) -> Any:
-    """(sum, labels) of a row: every token sees the mean of what is before it in its segment."""
+    """Return (sum, labels) of a row: a token sees the mean of its segment up to itself."""
     embedded = model[0](tokens)
     seen = [
         embedded[begin:end].cumsum(0) / torch.arange(1, end - begin + 1)[:, None]
@@ -121,7 +121,7 @@ def one_by_one(model: Any, documents: list[Any]) -> tuple[float, int]:
 
 @pytest.fixture(scope="module")
 def short(tmp_path_factory: pytest.TempPathFactory) -> list[IndexedDataset]:
-    """No document is cut: what it is given alone is what it is given in a row."""
+    """Write documents that are never cut, so each has the same loss alone as in a row."""
     folder = tmp_path_factory.mktemp("short")
     lengths = np.random.default_rng(2).integers(1, ROW + 1, 60).tolist()
     return [write(folder, "web", lengths[:50], 1), write(folder, "code", lengths[50:], 1000)]
@@ -157,7 +157,7 @@ def test_finite_loss_of_all_ranks_equals_that_of_single_documents(
 def test_finite_schedule_assigns_every_sample_once_on_any_ranks(
     lengths: list[int], ranks: int, mix: dict[str, Any], dealing: Any
 ) -> None:
-    """Also through the sampler of a training loop, whose last micro batches hold fewer samples."""
+    """Also check the sampler of a training loop, whose last micro batches hold fewer samples."""
     indices = [pack(part, "bucket", buckets=BUCKETS) for part in (lengths, [5, 9, 40])]
     options: dict[str, Any] = {"tokens_per_step": 128, "seed": 1, "order": "grow-p2", **mix}
     schedule = Schedule(indices, weights=[0, 1], finite=True, **options)
@@ -183,7 +183,7 @@ def test_finite_schedule_assigns_every_sample_once_on_any_ranks(
 
 
 def test_finite_schedule_of_one_dataset_needs_no_weights(short: list[IndexedDataset]) -> None:
-    """An order by scores, or a sequential one, is of no matter: all samples come."""
+    """A score order or a sequential order does not matter: every sample occurs."""
     index = pack(short[0].document_lengths, "bucket", buckets=BUCKETS)
     packed = PackedDataset(short[0], index)
     for order in ("proportional", "sequential"):

@@ -64,7 +64,7 @@ STAGES = RankLayout(data=1, tensor=1, pipeline=2, context=1)
     [
         (TWO, report(4, 8), None),
         (TWO, report(4, 4), "step 1, micro step 2: ranks are in buckets [4, 8]"),
-        (STAGES, report(4, 4), "pipeline stages or context-parallel ranks read other rows"),
+        (STAGES, report(4, 4), "pipeline stages or context-parallel ranks read different rows"),
         (TWO, report(4), "different numbers of micro batches"),
     ],
 )

@@ -177,12 +177,12 @@ PIPELINE, MASKING = "pipeline_model_parallel_size", {"dataloader_inter_document_
         (
             20,
             {PIPELINE: 3, **MASKING},
-            "no data to middle pipeline stages .* replace it by --sft",
+            "no data to middle pipeline stages .* replace it with --sft",
         ),
         (
             20,
             {PIPELINE: 2, f"virtual_{PIPELINE}": 2, **MASKING},
-            r"also virtual ones\): replace it by --sft",
+            r"also virtual ones\): replace it with --sft",
         ),
         (20, {PIPELINE: 3, "sft": True}, None),
         (18, {"sft": True, "dataloader_type": "single"}, None),

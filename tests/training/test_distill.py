@@ -23,7 +23,7 @@ from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from megapack.storage.column_edits import add_column
 from megapack.storage.columns import ColumnSpec
 from megapack.training.config import PretrainConfig
-from megapack.training.engine.inputs import check_teacher, open_inputs
+from megapack.training.engine.inputs import Inputs, check_teacher
 from megapack.training.model.loss import (
     NO_TEACHER,
     Teacher,
@@ -315,7 +315,7 @@ def test_columns_that_are_no_teacher_are_refused(
         sections["data"]["columns"] = list(columns)
         config = load_config(PretrainConfig, new_run("run", **sections).config)
         assert config.distill is not None
-        check_teacher(config.distill, open_inputs(config).data, 128)
+        check_teacher(config.distill, Inputs(config).data, 128)
 
     check(ids="ids", logits="logits")
     for ids_of, logits, message in (

@@ -317,7 +317,7 @@ def _limit(preset: str, wanted: int, **overrides: Any) -> tuple[int, str] | None
 
 
 def test_position_limit_names_field_and_remedy() -> None:
-    assert _limit("gpt2_tiny", 1000) == (512, "take a model with RoPE or ALiBi")
+    assert _limit("gpt2_tiny", 1000) == (512, "use a model with RoPE or ALiBi")
     assert _limit("gpt2_tiny_alibi", 10**6, n_positions=16) is None
     limit, remedy = _limit("llama_tiny", 131072) or (0, "")
     assert limit == 16384

@@ -19,7 +19,7 @@ from megapack.storage import IndexedDataset
 from megapack.storage.column_edits import add_column
 from megapack.storage.columns import ColumnSpec
 from megapack.training.config import PretrainConfig
-from megapack.training.engine.inputs import Inputs, check_run, open_inputs
+from megapack.training.engine.inputs import Inputs, check_run
 
 from .conftest import NewRun, make_corpus
 from .test_experts import opened, saved
@@ -93,7 +93,7 @@ def test_step_equals_documents_with_the_routes_of_the_file(
     overrides = config.model.overrides
     model = opened(Path(str(config.model.pretrained)), **overrides).model
     model.set_attn_implementation("eager")
-    inputs = open_inputs(config)
+    inputs = Inputs(config)
     with torch.no_grad():
         assert abs(float(plain_step(model, inputs, config, False)) - found["losses"][0]) > 0.01
     loss = plain_step(model, inputs, config, True)
@@ -166,7 +166,7 @@ def test_model_without_experts_is_refused_at_startup(
 def refused(new_run: NewRun, sections: dict[str, Any], message: str) -> None:
     config = load_config(PretrainConfig, new_run("wrong", **sections).config)
     with pytest.raises(ConfigError, match=message):
-        check_run(config, open_inputs(config), 1)
+        check_run(config, Inputs(config), 1)
 
 
 def test_recorded_routes_fit_the_column(recorded: dict[str, Any]) -> None:

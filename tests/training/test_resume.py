@@ -103,6 +103,14 @@ def test_keys_without_effect_continue_the_curve(copy: NewRun, whole: Run, part: 
         shutil.rmtree(run.dir)
 
 
+def test_longer_run_reports_the_jump_of_the_learning_rate(copy: NewRun) -> None:
+    """Also if the former run was complete."""
+    run = copy(after=8, num_steps=20, checkpoint={"export": False})
+    shutil.rmtree(run.dir / "model", ignore_errors=True)
+    output = run.succeed("stop_at=9")
+    assert re.search(r"learning rate of step 8 is 0\.00\d+, and .* would have had 0\.0003:", output)
+
+
 def test_killed_run_continues(new_run: NewRun, whole: Run) -> None:
     run = new_run(checkpoint={"asynchronous": False})  # complete before the kill
     ranks = run.start(faults={1: {"kill_before_step": [4]}})
@@ -218,7 +226,7 @@ def test_other_order_is_refused(copy: NewRun, whole: Run) -> None:
     run = copy(after=6, seed=5)
     run.start().end_with(1, "seed was 0 and is 5")
     output = run.start("checkpoint.allow_change=[seed]").succeed("continuing at step 6")
-    assert output.count("the data order is changed") == 1, "every rank logs it"
+    assert output.count("the data order has changed") == 1, "every rank logs it"
     ours, theirs = ([line["samples"] for line in one.log] for one in (run, whole))
     assert ours[:6] == theirs[:6] and ours[6] != theirs[6]
 
@@ -407,7 +415,7 @@ def test_stages_are_edited_at_a_resume(new_run: NewRun, corpus: Corpus, tmp_path
     back = {"from_step": 5, "tokens_per_step": 1024, "weights": {"math": 1}, "skip_steps": 1}
     write(grow, back)
     change = "skip_steps was 0 and is 1, tokens_per_step was 2048 and is 1024"
-    run.start("num_steps=6", ranks=1).succeed("the data order is changed: from step 5 on ", change)
+    run.start("num_steps=6", ranks=1).succeed("the data order has changed: from step 5 on ", change)
 
     assert [line["tokens"] for line in run.log] == [1024, 1024, 2048, 2048, 2048, 1024]
     first, second = run.lines("starts")

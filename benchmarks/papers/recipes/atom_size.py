@@ -1,6 +1,6 @@
 """Atom size (Chen et al. 2024): GPT-2 with ALiBi, concat and padding, atoms of 0.25 to 4 MSL.
 
-Differences to the paper, and choices that it leaves open:
+Differences from the paper, and choices that it leaves open:
 
 * One epoch instead of two: a repeated order would make atoms differ by more than their size.
 * The schedule shuffles atoms of one MSL. Atoms of other sizes are shuffled by packing, and the
@@ -82,7 +82,7 @@ def tables() -> list[dict[str, dict[str, Any]]]:
 
 def runs(scale: Scale) -> list[Run]:
     """Return the runs of all arms and seeds, on short prose as in A.1: no document below about 50
-    words, 188 tokens in the mean."""
+    words, 188 tokens on average."""
     documents = Corpus(
         domain="prose", min_bytes=250, max_bytes=700,
         train_bytes=scale.pick(cpu=1_150_000, quick=60_000, gpu=2_000_000),

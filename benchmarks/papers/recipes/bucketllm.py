@@ -116,7 +116,8 @@ def seconds_to(result: Result, perplexity: float) -> float:
 
 
 def time_ratios(arm: list[Result], base: list[Result]) -> list[float]:
-    """Return, by seed, the time ratio of ``arm`` and ``base`` to the higher final perplexity."""
+    """Return, per seed, the ratio of the times of ``arm`` and ``base`` to the higher of their final
+    perplexities."""
     ratios = []
     for a, b in zip(arm, base, strict=True):
         target = max(a.perplexity("documents"), b.perplexity("documents"))

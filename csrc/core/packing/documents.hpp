@@ -25,7 +25,7 @@
 
 namespace megapack {
 
-// Most tokens of a packing. A few such sums plus a capacity stay below 2^63.
+// Maximum number of tokens of a packing. A few such sums plus a capacity stay below 2^63.
 constexpr std::int64_t kMaxTokens = std::int64_t{1} << 62;
 
 struct LengthTotals {

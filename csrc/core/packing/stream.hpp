@@ -51,7 +51,7 @@ class StreamCutter {
   private:
     // Appends documents from i on without a branch: whether a document ends a sample is random, and
     // a branch on it would be mispredicted. Every document is written as if the next sample began
-    // in it; later documents overwrite what was too much, as long as a sample before `last` remains
+    // in it; later documents overwrite the excess, as long as a sample before `last` remains
     // to be opened. Returns the first document for which that is uncertain, or that spans a whole
     // sample.
     template <typename ItemAt>

@@ -253,7 +253,7 @@ bool Assignment::assign_best_fit() {
         if (items_.family[i] < 0) order.push_back(i);
     std::stable_sort(order.begin(), order.end(),
                      [&](auto a, auto b) { return items_.tokens[a] > items_.tokens[b]; });
-    std::set<Entry> fullest;  // in order of falling tokens
+    std::set<Entry> fullest;  // in order of decreasing tokens
     for (std::int64_t b = 0; b < num_bins(); ++b) fullest.emplace(-bins_[b].tokens, b);
     for (const std::int64_t item : order) {
         auto at = fullest.lower_bound({items_.tokens[item] - rules_.max_tokens, 0});
@@ -268,7 +268,7 @@ bool Assignment::assign_best_fit() {
     return true;
 }
 
-// Moves to each empty bin the cheapest item that fits, from the busiest bin with several items.
+// Moves the cheapest item that fits into each empty bin, from the busiest bin with several items.
 void Assignment::fill_empty_bins() {
     std::vector<std::int64_t> empty;
     for (std::int64_t b = 0; b < num_bins(); ++b)

@@ -19,8 +19,8 @@ struct Document {
     std::int64_t length, square, id;
 };
 
-// Returns the items that need most ranks first (costs may be capped), then the longest, then the
-// one with the smaller number.
+// Returns the items sorted by the number of ranks that they need, largest first (costs may be
+// capped), then by length, longest first, then by number, smallest first.
 std::vector<Document> longest_first(const Items& items, const StepRules& rules) {
     std::vector<Document> documents;
     std::vector<std::int64_t> degree(items.size(), 1);
@@ -228,7 +228,7 @@ std::vector<Document> assign_long(Groups& groups, const std::vector<Document>& d
 
 // ---- Short documents: equal tokens of all ranks
 
-// Unplaced documents by length; finds a few whose lengths have an exact sum.
+// Unplaced documents by length; finds a few whose lengths add up to an exact sum.
 class Pool {
   public:
     explicit Pool(Span<const Document> documents);  // longest first; kept alive by the caller
@@ -326,7 +326,7 @@ Document Pool::take(std::int64_t kind) {
     return document;
 }
 
-// Places each document in the group whose ranks lack most tokens; returns false if one cannot fit.
+// Places each document in the group whose ranks lack the most tokens; false if one cannot fit.
 bool assign_to_emptiest(Groups& groups, Span<const Document> documents) {
     using Entry = std::pair<std::int64_t, std::int64_t>;  // tokens missing per rank, -group
     const auto entry = [&](std::int64_t g) {

@@ -366,8 +366,8 @@ StepPlan plan_step(Span<const std::int64_t> lengths, const GivenCosts& given,
     for (std::int64_t m = rounded(least_micro_batches(items, rules));;
          m = rounded(std::min(m + 1 + m / 16, items.size()))) {
         check(m <= kMostPlaces / rules.num_ranks, rules.num_ranks, " ranks (num_ranks) of ", m,
-              " micro batches are ", m * rules.num_ranks, " places for documents; at most ",
-              kMostPlaces, " are planned: lower num_ranks or micro_batch_multiple, or raise ",
+              " micro batches give ", m * rules.num_ranks, " places for documents; the limit is ",
+              kMostPlaces, ": lower num_ranks or micro_batch_multiple, or raise ",
               "max_tokens_per_rank");
         set_costs(items, costs, members, rules, m);
         std::vector<Assignment> candidates = assignments(items, rules, m);

@@ -16,7 +16,7 @@ namespace megapack {
 std::vector<std::uint8_t> valid_utf8(Span<const std::uint8_t> text,
                                      Span<const std::int64_t> offsets);
 
-// Returns the words of every document, separated by white space like len(text.split()) in Python.
+// Returns the number of words of every document, like len(text.split()) in Python.
 std::vector<std::int64_t> count_words(Span<const std::uint8_t> text,
                                       Span<const std::int64_t> offsets);
 

@@ -48,7 +48,7 @@ __all__ = ["PackedOlmoCallback", "PackedOlmoEvaluator", "PackedOlmoLoader"]
 
 
 class PackedOlmoLoader(DataLoaderBase):  # type: ignore[misc]  # not installed where types are checked
-    """Loader of a rank's steps. Raises ConfigError for sizes that do not fit, and as ``open_rows``.
+    """Loader of a rank's steps. Raises ConfigError like ``open_rows``, and if sizes do not fit.
 
     Args:
         data_path: a .bin/.idx prefix, a manifest file, or JSON text.
@@ -173,7 +173,7 @@ class PackedOlmoLoader(DataLoaderBase):  # type: ignore[misc]  # not installed w
         return emit(self.ranks.micro_batch(0), OLMO_CORE)
 
     def global_num_tokens_in_batch(self, batch: dict[str, Any]) -> int:
-        """Return the tokens of all ranks, with padding, as OLMo-core counts."""
+        """Return the number of tokens of all ranks, padding included, as OLMo-core counts them."""
         del batch
         return int(self.global_batch_size)
 
@@ -185,7 +185,7 @@ class PackedOlmoEvaluator(Evaluator):  # type: ignore[misc]
     Rows without labels fill the last batches, so all ranks have equally many. OLMo-core's
     evaluation derives labels from the tokens of a row, so a document that is cut loses the label at
     the cut. ``loader``: further arguments of ``PackedOlmoLoader``; a rank runs each batch in one
-    forward.
+    forward pass.
     """
 
     def __init__(self, data_path: str, *, name: str, **loader: Any) -> None:
@@ -215,8 +215,8 @@ class PackedOlmoCallback(Callback):  # type: ignore[misc]
     """Callback that makes the loss of a step a mean over the labels of all ranks.
 
     ``probe`` also probes the model on the first step (``megapack.integrations.probe``): seven
-    forwards; the log has their duration. The probe does not run with tensor or context parallelism,
-    where a rank has only part of the outputs.
+    forward passes, whose duration is logged. The probe does not run with tensor or context
+    parallelism, where a rank has only part of the outputs.
     """
 
     probe: bool = True

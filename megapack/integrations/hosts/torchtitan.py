@@ -41,7 +41,7 @@ __all__ = ["PackedDataLoader", "PackedTitanTrainer", "packed"]
 
 
 class PackedDataLoader(BaseDataLoader):  # type: ignore[misc]  # not installed where types are checked
-    """Loader of a rank's micro batches. Raises ConfigError as ``RankRows`` and ``open_rows``."""
+    """Loader of a rank's micro batches. Raises ConfigError like ``RankRows`` and ``open_rows``."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):  # type: ignore[misc]
@@ -131,9 +131,9 @@ class PackedTitanTrainer(Trainer):  # type: ignore[misc]
         """Configuration that ``packed`` returns."""
 
         probe: bool = True
-        """Probe the model on its first micro batch (``megapack.integrations.probe``): seven
-        forwards; the log has their duration. The probe does not run with pipeline, tensor or
-        context parallelism, where a rank has only parts of the outputs."""
+        """Probe the model on its first micro batch (``megapack.integrations.probe``): seven forward
+        passes, whose duration is logged. The probe does not run with pipeline, tensor or context
+        parallelism, where a rank has only parts of the outputs."""
 
     def __init__(self, config: Config) -> None:
         rows = _rows_per_step(config.training)
@@ -152,7 +152,7 @@ class PackedTitanTrainer(Trainer):  # type: ignore[misc]
     def forward_backward_step(
         self, *, input_dict: Any, labels: Any, global_valid_tokens: Tensor
     ) -> Tensor:
-        """Run torchtitan's step, the first time after the probe."""
+        """Run torchtitan's step; before the first one, probe the model."""
         if self._to_probe:
             self._to_probe = False
             self.dataloader.ranks.probe(

@@ -74,7 +74,7 @@ def check_model(
     dtype: torch.dtype | None = None,
     longest: int | None = None,
 ) -> None:
-    """Raise ConfigError if packed rows would train a model wrongly, or documents have unknown ids.
+    """Raise ConfigError if packed rows would train a model wrongly, or token ids are unknown.
 
     Checks a tiny model with the same architecture and attention (``check_architecture``), which
     takes a second and does not change the random state. Any rank may call it. The error names the
@@ -176,7 +176,7 @@ _NO_EFFECT = (
 
 
 class ScheduleOfRun(transformers.TrainerCallback, ExportableState):  # type: ignore[misc]  # no stubs
-    """Save the settings and data of a run in trainer_state.json, and compare them at a resume.
+    """Save the settings and data of a run in trainer_state.json, and compare them when it resumes.
 
     Raises ResumeError if the samples of earlier steps, the configuration of the model with its
     attention and dtype, the tokenizer, the bytes of the data, or the training arguments differ.
@@ -223,7 +223,7 @@ class ScheduleOfRun(transformers.TrainerCallback, ExportableState):  # type: ign
             saved, allowed = kept.get("saved_record"), self.allow_change
             changes += check_record(self.record, saved, allowed, option=option)
         for change in changes:
-            logger.warning("the run is changed: %s", change)
+            logger.warning("the run has changed: %s", change)
         # Trainer takes the next step with the checkpoint's rate: compare those of the step after.
         self.rates = _rates_after_next(lr_scheduler)
         for now, before in zip(self.rates, kept.get("saved_rates", ()), strict=False):
@@ -280,12 +280,12 @@ class PackedTrainerMixin:
     changed (corpus or schedule), or model, tokenizer, data content or a training argument.
 
     Attributes:
-        probe: before training, check the model on two early micro batches (seven forwards, see
-            ``megapack.attention.probe``; the log has their duration), and then once that the loss
+        probe: before training, check the model on two early micro batches (seven forward passes,
+            whose duration is logged; see ``megapack.attention.probe``), and then once that the loss
             uses the labels.
         replay_routes: every token uses the experts that the column ``routes`` of the training
             dataset records for it (``megapack.attention.routes``).
-        allow_change: keys that may differ at a resume; the error names them.
+        allow_change: keys that may differ on resume; the error names them.
     """
 
     probe: bool = True
@@ -311,9 +311,9 @@ class PackedTrainerMixin:
             return super().get_train_dataloader()  # type: ignore[misc]
         if self.args.max_steps <= 0:
             raise ConfigError(
-                "max_steps is not set; the schedule counts steps over epochs: "
+                "max_steps is not set; the schedule determines the number of steps: "
                 f"max_steps={self.train_dataset.schedule.num_steps()} is one epoch "
-                "(schedule.num_steps(num_epochs))"
+                "(for several, schedule.num_steps(num_epochs))"
             )
         order = "the schedule orders the samples"
         size = "micro_batch_tokens is the size of a forward"
@@ -407,9 +407,10 @@ class PackedTrainerMixin:
     def _check_loss(self, model: Any, batch: Batch) -> None:
         """Raise ConfigError if the loss of a micro batch does not use the labels of the batch.
 
-        Replaces all logits by 0. Then the gradient of the loss by the logits of a token is negative
-        only for the label that the loss uses, and 0 if it uses none. (With the model's own logits,
-        it vanishes where the model is certain.) A loss fused with the head is not checked.
+        Replaces all logits with 0. Then the gradient of the loss with respect to the logits of a
+        token is negative only for the label that the loss uses, and 0 if it uses none. (With the
+        model's own logits, it vanishes where the model is certain.) A loss fused with the head is
+        not checked.
         """
         zeros: list[torch.Tensor] = []
 
@@ -444,9 +445,9 @@ class PackedTrainerMixin:
         if len(wrong):
             i = int(wrong[0])
             raise ConfigError(
-                f"the loss of {type(self.model).__name__} has label {int(used[i])} for token {i}, "
-                f"and the batch has {int(labels[i])} ({IGNORED}: none), one of {len(wrong)} of "
-                f"{len(labels)}: is the mask, or are the labels, shifted once too often? Check "
+                f"the loss of {type(self.model).__name__} uses label {int(used[i])} for token {i}, "
+                f"but the batch has {int(labels[i])} ({IGNORED}: none); {len(wrong)} of "
+                f"{len(labels)} labels differ: the mask or the labels may be shifted twice. Check "
                 "compute_loss, compute_loss_func and the model's loss_function"
             )
 
@@ -481,8 +482,8 @@ class PackedTrainerMixin:
         num_items_in_batch: Any = None,
     ) -> Any:
         """Compute Trainer's loss, but weight the load-balancing loss of a mixture of experts by the
-        labels of the micro batch (``megapack.attention.experts``): Trainer would add it in full for
-        every micro batch and rank, and include padding."""
+        number of labels in the micro batch (``megapack.attention.experts``): Trainer would add it
+        in full for every micro batch and rank, and include padding."""
         if self._to_probe is not None and model.training:
             batches, self._to_probe = self._to_probe, None
             steps = min(LOOKED_AT, len(batches) // batches.num_micro_steps)
@@ -538,7 +539,7 @@ class PackedTrainerMixin:
         return torch.div(labels, num_items_in_batch)
 
     def _micro_batch_divisor(self, inputs: dict[str, Any]) -> Tensor | None:
-        """Return the divisor with which ``compute_loss_func``, if any, returns a mean."""
+        """Return the divisor that makes the result of ``compute_loss_func``, if any, a mean."""
         if self.compute_loss_func is None:  # type: ignore[attr-defined]
             return None
         # With average_tokens_across_devices Trainer multiplies losses by the world size.

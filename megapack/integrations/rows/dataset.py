@@ -8,10 +8,10 @@ divide the block, all ranks have the same bucket at every micro step. A row is a
 number of ranks.
 
 A finite set (evaluation) has every sample once: with 5 samples of a bucket, in blocks of 2 rows of
-2, the first block has 4 samples, the second a row with one and an empty row. Missing samples are
+2 samples, the first block has 4, the second a row with one and an empty row. Missing samples are
 padding without labels, so all batches are full, and sums of losses and labels stay exact.
 
-The steps of a manifest's stages are blocks. A stage added at a resume changes no earlier row. (The
+The steps of a manifest's stages are blocks. A stage added on resume changes no earlier row. (The
 host saves a count, not the program, so nothing detects an edit of earlier stages.)
 """
 
@@ -318,7 +318,7 @@ class RowDataset(GatheredRows, Dataset[dict[str, Tensor]]):
 
 def _refuse_weights(what: str, option: str) -> NoReturn:
     raise ConfigError(
-        f"{what}, and a host of rows counts its labels in whole numbers: set {option}: "
+        f"{what}, but a host that reads rows counts labels in whole numbers: set {option}: "
         f"{'none' if option == 'token_weights' else 'token_mean'}, or train with megapack-pretrain "
         "or PackedTrainer"
     )

@@ -107,8 +107,9 @@ class RankRows:
         check_columns(rows.packed.columns, dialect)
         if dialect.restart and rows.packed.samples.windows:
             raise ConfigError(
-                f"the manifest has attention windows {rows.packed.samples.windows}, and positions, "
-                f"by which {dialect.name} finds documents, hide them: leave attention_window out"
+                f"the manifest has attention windows {rows.packed.samples.windows}, but "
+                f"{dialect.name} finds boundaries by positions, which do not show windows: leave "
+                "attention_window out"
             )
 
     @property
@@ -376,7 +377,7 @@ class MicroBatches(Dataset[dict[str, Any]]):
         """Return micro batch i in the format of ``PackedDataset.micro_batch``. Loss weights, if
         any, are in ``loss_weights``; then loss_mask is 1 for every label."""
         if not 0 <= i < len(self):
-            raise IndexError(f"micro batch {i} of {len(self)}")
+            raise IndexError(f"micro batch {i} does not exist; there are {len(self)}, from 0 on")
         chosen = self._prefetch(i) if self.dataset.remote_reads.any else self._choose(i)
         batch = self.dataset.micro_batch(**chosen.gathered_by, layout=self.layout)
         if chosen.step_label_weight is not None:

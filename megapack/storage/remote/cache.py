@@ -198,21 +198,21 @@ class Patience:
         progress for ``STALLED_RETRIES`` times the longest time of a request with retries, and
         RuntimeError if the program is ending."""
         if ending.is_set():
-            raise RuntimeError(f"stopped waiting for {self._what()}: the program ends")
+            raise RuntimeError(f"stopped waiting for {self._what()}: the program is ending")
         now, progress = time.monotonic(), self._moved()
         if progress != self._progress:
             self._progress, self._moved_at = progress, now
         limit = STALLED_RETRIES * (retry_seconds() + REQUEST_TIMEOUT.total_seconds())
         if now - self._moved_at > limit:
             raise TimeoutError(
-                f"received nothing for {now - self._moved_at:,.0f} seconds (limit {limit:,.0f}, "
-                f"{STALLED_RETRIES} times MEGAPACK_RETRY_SECONDS plus a request's "
-                f"{REQUEST_TIMEOUT.total_seconds():.0f}) of {self._what()}: check that the store "
+                f"received nothing of {self._what()} for {now - self._moved_at:,.0f} seconds "
+                f"(limit {limit:,.0f}, {STALLED_RETRIES} times MEGAPACK_RETRY_SECONDS plus a "
+                f"request's {REQUEST_TIMEOUT.total_seconds():.0f}): check that the store "
                 "answers and that other processes of this node run, then start the run again"
             )
         if now > self._next_line:
             self._next_line += WARN_SECONDS
-            log.warning("waiting for %.0f seconds for %s", now - self._begin, self._what())
+            log.warning("waited %.0f seconds so far for %s", now - self._begin, self._what())
 
 
 def wait_for(requests: Iterable[Future[Any]], patience: Patience) -> None:
@@ -354,7 +354,7 @@ class Cache:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.limit: int | None = None  # maximal size in bytes
+        self.limit: int | None = None  # maximum size in bytes
         try:
             directory.mkdir(parents=True, exist_ok=True)
             self.locks = RangeLocks(directory / "locks")

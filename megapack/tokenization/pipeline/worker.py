@@ -43,7 +43,7 @@ def prefetch(items: Generator[T, None, None], *, depth: int = 2) -> Generator[T,
     """Yield the same items in the same order, computed while the consumer uses earlier ones.
 
     Reading, encoding and writing mostly run without the interpreter's lock, so in separate threads
-    they overlap with each other and with waits for the disk. Closing this generator (also by an
+    they overlap with each other and with waits for the disk. Closing this generator (also after an
     error in the consumer) closes ``items``.
 
     Args:
@@ -112,7 +112,7 @@ class ShardWorker:
         """Build a shard, unless it is finished already; return its record.
 
         Args:
-            index: of the shard in the plan.
+            index: number of the shard in the plan.
             report: called after every block.
 
         Raises:

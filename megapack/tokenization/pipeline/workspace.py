@@ -417,7 +417,7 @@ def check_space(directory: Path, needed: int, *, to_join: int, note: Callable[[s
     """Raise if the disk cannot hold the build; call ``note`` if it cannot hold shards and result.
 
     Args:
-        directory: of the result.
+        directory: directory of the result.
         needed: approximate bytes of shards to write.
         to_join: approximate bytes of the result; 0: nothing is joined.
 

@@ -231,7 +231,7 @@ def _from_json(text: str, what: str) -> Any:
     """Parse JSON. Raises DataError, whose message begins with ``what``, if it is invalid."""
     try:
         return json.loads(text)
-    except (ValueError, RecursionError) as error:  # also for too long integers or too deep nesting
+    except (ValueError, RecursionError) as error:  # also: integer too long, nesting too deep
         raise DataError(f"{what} is not JSON ({error})") from error
 
 

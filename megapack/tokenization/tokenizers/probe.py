@@ -58,7 +58,7 @@ def choose_backend(
         note(f"{error}; {reference} is used instead")
         return reference
     except MegapackError as error:
-        note(f"{reference} is used; gigatoken is many times faster ({error})")
+        note(f"{reference} is used; gigatoken would be many times faster ({error})")
         return reference
     expected = open_reference(files)
     for block in (TextBlock.of_texts(hard_texts(files)), *sample_blocks(shards, read)):

@@ -79,7 +79,7 @@ def train_tokenizer(
 
     def difference() -> str | None:
         same = path.read_bytes() == data
-        return None if same else "these inputs and options give another tokenizer"
+        return None if same else "these inputs and options give a different tokenizer"
 
     written = check_target(output, overwrite=overwrite, difference=difference)
     if written:

@@ -146,7 +146,7 @@ def _guard_of_json(tree: Mapping[str, Any]) -> Guard:
     _require(not missing, f"its vocabulary lacks the byte {missing[:1]}")
     tokens = tree.get("added_tokens") or []
     if not plain_allowed:
-        # gigatoken searches added tokens after it has put a space before the text.
+        # gigatoken searches for added tokens after it has put a space before the text.
         starts = {token["content"][:1] for token in tokens}
         _require(not starts & {" ", _SPACE}, "it adds a token that begins with a space")
     contents = _guarded_contents(tokens, model["vocab"], bool(normalizers), plain_allowed)
@@ -201,7 +201,7 @@ def _require_spaces(
     known = not others and metaspace.get("type") == "Metaspace"
     known = known and metaspace.get("replacement") == _SPACE and metaspace.get("split") is False
     known = known and metaspace.get("prepend_scheme") in ("always", "first")
-    _require(known, "its pre-tokenizer is not Metaspace, or one with unusual settings")
+    _require(known, "its pre-tokenizer is not Metaspace, or has unusual settings")
 
 
 # ---- Added tokens -------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ def _guarded_contents(
         normalized = normalizes and token.get("normalized")
         if normalized:
             unchanged = content.isascii() and not _MADE_BY_NORMALIZERS & {*content}
-            _require(unchanged, f"its added token {content!r} is searched in normalized text")
+            _require(unchanged, f"its added token {content!r} is searched for in normalized text")
         plain = plain_allowed and not normalized and not any(map(token.get, _FLAGS))
         if not plain or content in overlapping:
             guarded.append(content.encode("utf-8"))
@@ -283,7 +283,7 @@ def _guard_of_sentencepiece(definition: bytes) -> Guard:
         _message(model["normalizer"][-1], _NORMALIZER) if model["normalizer"] else {}
     )
     _require(trainer.get("model_type", 1) == _BPE, "its model is not BPE")
-    _require(not trainer.get("treat_whitespace_as_suffix"), "it writes spaces behind words")
+    _require(not trainer.get("treat_whitespace_as_suffix"), "it writes spaces after words")
     _require(bool(trainer.get("byte_fallback")), "it has no byte_fallback")
     _require(not normalizer.get("charsmap"), "it normalizes characters")
     _require(not normalizer.get("remove_extra_whitespaces", 1), "it removes spaces")
@@ -291,7 +291,7 @@ def _guard_of_sentencepiece(definition: bytes) -> Guard:
     pieces = [_last(_message(piece, _PIECE)) for piece in model["pieces"]]
     kinds = [piece.get("type", 1) for piece in pieces]
     _require(_UNUSED not in kinds, "it has unused pieces")
-    _require(kinds.count(_BYTE) == 256, "it lacks bytes")
+    _require(kinds.count(_BYTE) == 256, "it lacks some bytes")
     guarded = set()
     for piece, of_kind in zip(pieces, kinds, strict=True):
         if of_kind in (_CONTROL, _USER_DEFINED):

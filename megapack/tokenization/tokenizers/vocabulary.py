@@ -67,7 +67,7 @@ def token_bytes(files: TokenizerFiles) -> list[bytes | None]:
 
 
 def _pieces(files: TokenizerFiles) -> dict[str, int]:
-    """Return token -> id, with tokens spelled as in the files, without tokens never used."""
+    """Return token -> id, without unused tokens; tokens are spelled as in the files."""
     if files.kind == "sentencepiece":
         module = require("sentencepiece", f"tokenizer {files.name}")
         model = module.SentencePieceProcessor(model_proto=files.definition())

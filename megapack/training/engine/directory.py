@@ -272,7 +272,7 @@ class CheckpointManifest:
 
 
 def tags_in(directory: Path) -> list[str]:
-    """Return the names of the checkpoints, damaged ones included, by tokens seen.
+    """Return the names of the checkpoints, damaged ones included, sorted by tokens seen.
 
     They are not sorted by step: a run resumed with another ``tokens_per_step`` numbers its steps
     differently.
@@ -282,19 +282,19 @@ def tags_in(directory: Path) -> list[str]:
 
 
 def step_of(tag: str) -> int:
-    """Return the optimizer steps in a checkpoint's name."""
+    """Return the number of optimizer steps that a checkpoint's name states."""
     return int(tag.split("_")[1])
 
 
 def tokens_of(tag: str) -> int:
-    """Return the tokens seen in a checkpoint's name; -1: the name has none."""
+    """Return the number of tokens seen that a checkpoint's name states; -1: it states none."""
     number = tag.rpartition("_")[2]
     return int(number) if number.isdigit() else -1
 
 
 def append_jsonl(path: Path, *lines: dict[str, Any]) -> None:
     """Append lines to a log; replace a last line that a kill or a full disk cut short. Raises
-    OSError with the path (Python's error of a full disk has none)."""
+    OSError with the path (Python's error for a full disk has none)."""
     try:
         with path.open("ab+") as file:
             if file.tell():

@@ -45,7 +45,7 @@ def export_model(
     if world.is_first:
         partial = directory.with_name(f"{directory.name}.partial")
         directory.parent.mkdir(parents=True, exist_ok=True)
-        remove_own_folder(partial)  # of an export that was killed
+        remove_own_folder(partial)  # left behind by an export that was killed
         make_own_folder(partial)
         if end is not None:
             # Not ``config.pad_token_id``: the embedding would not train that row.
@@ -67,7 +67,7 @@ def export_model(
 
 
 def end_token(datasets: Sequence[SourceDocuments]) -> int | None:
-    """Return the token that ends documents in all datasets, by their meta files; None: unknown."""
+    """Return the token that ends all datasets' documents, as in their meta files; None: unknown."""
     tokens = set(end_tokens(datasets))
     if len(tokens) > 1:
         logger.warning(

@@ -129,7 +129,7 @@ class Mirror:
             for old in set(self.tags()) - set(tags):
                 self._remove(old)
         except (OSError, MegapackError) as error:
-            logger.warning("%s: old checkpoints stay: %s", self.address, error)
+            logger.warning("%s: old checkpoints could not be removed: %s", self.address, error)
 
     def _remove(self, tag: str) -> None:
         url = f"{self.address}/{tag}{_MANIFEST_SUFFIX}"
@@ -143,7 +143,7 @@ class Mirror:
             remove_object(f"{self.address}/{tag}/{name}")
 
     def tags(self) -> list[str]:
-        """Return the names of the complete checkpoints in the store, by tokens seen."""
+        """Return the names of the complete checkpoints in the store, sorted by tokens seen."""
         try:
             names = [name.rpartition("/")[2] for name in names_in(self.address)]
         except FileNotFoundError:  # a folder of a file system, before the first checkpoint

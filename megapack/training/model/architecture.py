@@ -3,9 +3,9 @@
 ``model_configuration`` makes the configuration from a preset, a checkpoint or any transformers
 configuration, with overrides.
 ``check_checkpoint`` compares tensors, ``attention_needs`` lists requirements of the attention, and
-``position_limit`` is the longest possible document. transformers accepts unknown fields, sizes that
-fit no layer, and checkpoints of other models (with random values for missing tensors). This module
-refuses them before a model is built.
+``position_limit`` returns the limit on the length of documents. transformers accepts unknown
+fields, sizes that fit no layer, and checkpoints of other models (with random values for missing
+tensors). This module refuses them before a model is built.
 
     model_configuration(ModelConfig(preset="llama_1b", overrides={"num_layer": 2}), 32000)
     # ConfigError: model.overrides.num_layer: no field of a llama configuration ...
@@ -111,7 +111,7 @@ def _new_configuration(config: ModelConfig, vocab_size: int) -> Any:
 
     try:
         before = AutoConfig.for_model(kind)
-    except Exception as error:  # of the validators of its class
+    except Exception as error:  # from the validators of its class
         text = " ".join(str(error).split())
         raise ConfigError(
             f"model.config: model_type {kind} has no configuration: {text}"
@@ -150,7 +150,7 @@ def _loaded_configuration(config: ModelConfig) -> Any:
 
     try:
         result = AutoConfig.from_pretrained(config.pretrained)
-    except Exception as error:  # of the validators of its class
+    except Exception as error:  # from the validators of its class
         raise _not_loaded(config.pretrained, error) from error
     _check_decoder(result)
     _remove_dropout(result)
@@ -206,7 +206,7 @@ def _check_decoder(configuration: Any) -> None:
         ) from error
     for name, size in zip(names, sizes, strict=False):
         if not isinstance(size, int):
-            raise ConfigError(f"{kind} has no {name}; it must be a decoder of text with attention")
+            raise ConfigError(f"{kind} has no {name}; it must be a text decoder with attention")
 
 
 def _overridden(
@@ -231,7 +231,7 @@ def _overridden(
     try:
         with _rope_warnings(problems):
             result = change()
-    except Exception as error:  # of the validators of its class
+    except Exception as error:  # from the validators of its class
         problems.insert(0, str(error))
     problem = problems[0] if problems else _find_conflict(result.get_text_config(decoder=True))
     if problem:
@@ -282,7 +282,7 @@ def _find_conflict(configuration: Any) -> str | None:
         return f"num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}"
     experts = num_experts(configuration)
     if experts and chosen and chosen > experts:
-        return f"num_experts_per_tok is {chosen}, of {experts} experts"
+        return f"num_experts_per_tok is {chosen}, but there are {experts} experts"
     rope = getattr(configuration, "rope_parameters", None) or {}
     for one in (rope, *rope.values()):
         theta = one.get("rope_theta", 1.0) if isinstance(one, dict) else 1.0
@@ -316,7 +316,7 @@ def _rope_warnings(warnings: list[str]) -> Iterator[None]:
 
 
 def check_checkpoint(config: ModelConfig, configuration: Any) -> None:
-    """Check that checkpoint and model have the same tensors, by names and shapes.
+    """Check that checkpoint and model have tensors of the same names and shapes.
 
     Tensors that the checkpoint lacks would get random values; tensors that the model lacks would be
     lost. Raises ConfigError with the names of the first such tensors and their number.
@@ -410,7 +410,7 @@ def position_limit(configuration: Any, wanted: int) -> PositionLimit | None:
     if not isinstance(limit, int) or alibi:
         return None
     if configuration.model_type in _LEARNED:
-        remedy = "take a model with RoPE or ALiBi"
+        remedy = "use a model with RoPE or ALiBi"
         return PositionLimit(tokens=limit, source="max_position_embeddings", remedy=remedy)
     remedy = f"set model.overrides.max_position_embeddings={wanted}"
     if getattr(configuration, "rope_parameters", None):

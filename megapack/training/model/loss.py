@@ -3,7 +3,7 @@
 The float32 logits of 48k positions and a vocabulary of 128k take 25 GB. So the positions are
 processed in chunks. For each chunk, the logits and their loss are computed, then the gradient of
 the logits, which overwrites them. Only the gradients of the hidden states and of the weight
-(accumulated in float32) are kept for the backward.
+(accumulated in float32) are kept for the backward pass.
 
     positions 48,000, vocabulary 128,000, chunk_tokens 2,048
     # -> 24 chunks; the logits of one exist at a time: 1.0 GB of float32 instead of 24.6

@@ -1,7 +1,7 @@
 """Estimate of the memory that a rank needs, without a device.
 
-A forward and its backward run on fake tensors (shapes without values), and every storage counts
-while it is alive: activations, copies of autocast, recomputed layers, temporary gradients. The
+A forward and a backward pass run on fake tensors (shapes without values), and every storage counts
+while it is alive: activations, copies made by autocast, recomputed layers, temporary gradients. The
 sizes of temporaries of our own operations are computed from their shapes. In addition, DeepSpeed
 0.19 allocates, by stage:
 
@@ -65,7 +65,7 @@ def estimate_memory(
     longest: int,
     zero: dict[str, Any],
 ) -> MemoryEstimate:
-    """Return the peak memory of a rank: in the loss, in the backward, or at the end of a step.
+    """Return the peak memory of a rank: in the loss, in the backward pass, or at the end of a step.
 
     Args:
         model: model on the meta device. Its tensors become fake, and its activations are
@@ -123,10 +123,10 @@ def estimate_memory(
 def _activations(
     model: TrainingModel, config: PretrainConfig, longest: int
 ) -> tuple[tuple[int, int], int, int]:
-    """Return bytes without parameters: at the loss (activations, temporaries), the peak of forward
+    """Return bytes besides parameters: at the loss (activations, temporaries), the peak of forward
     and backward, and bytes on the host."""
     engine, num_tokens = config.engine, config.data.micro_batch_tokens
-    # torch has no grouped product of fake float32 tensors: count in bfloat16, and double it.
+    # torch has no grouped matmul for fake float32 tensors: count in bfloat16, and double it.
     in_half = engine.precision != "bf16" and num_experts(model.configuration) is not None
     dtype = torch.bfloat16 if engine.precision == "bf16" or in_half else None
     if dtype is not None and (engine.stage > 0 or in_half):

@@ -1,7 +1,7 @@
 """Module that DeepSpeed wraps: computes the losses of a stream of tokens and their scaled sum.
 
 The scaled sum is the architecture's training loss, ``model(labels=...).loss`` of transformers,
-times the labels of the stream, with the load-balancing loss if the architecture has one
+times the number of labels in the stream, with the load-balancing loss if the architecture has one
 (``megapack.attention.experts``); ``check_architecture`` compares the two. A z-loss may be added,
 and the divergence from a teacher mixed in (``megapack.training.model.loss``).
 
@@ -167,10 +167,11 @@ class TrainingModel(nn.Module):
             Four results; the scalars of all slices add up to those of the micro batch. First,
             ``scale`` times the training loss, a scalar (in evaluation mode, the cross entropy
             alone). Second, the loss of every position, ``[T]``, without a gradient
-            (``linear_cross_entropy``). Third, the load-balancing loss times the labels of the micro
-            batch, a scalar without a gradient, scale or coefficient; None without experts or in
-            evaluation mode. Fourth, the divergence of every position, ``[T]``, without a gradient;
-            None without a teacher or in evaluation mode.
+            (``linear_cross_entropy``). Third, the load-balancing loss times the number of labels in
+            the micro batch, a scalar without a gradient, multiplied by neither ``scale`` nor its
+            coefficient; None without experts or in evaluation mode. Fourth, the
+            divergence of every position, ``[T]``, without a gradient; None without a teacher or in
+            evaluation mode.
         """
         segments = cu_seqlens, max_seqlen, sequence_parallel_size
         balancing = self.balancing if self.training else None
@@ -246,7 +247,7 @@ class TrainingModel(nn.Module):
         return self
 
     def checkpoint_activations(self, saving: Saving | None = None) -> None:
-        """Recompute every layer in the backward instead of keeping its activations.
+        """Recompute every layer in the backward pass instead of keeping its activations.
 
         Hooks of ``saving`` save a layer's input, ``[1, T, width]``; tensors that all layers share
         (RoPE's table, cu_seqlens) are not saved.
@@ -265,7 +266,7 @@ class TrainingModel(nn.Module):
     def save(self, directory: str | Path, weights: dict[str, Tensor] | None = None) -> None:
         """Write a directory for ``from_pretrained``.
 
-        For ZeRO-3, ``weights`` are the whole parameters by name in this module.
+        For ZeRO-3, ``weights`` contains the complete parameters, by their names in this module.
         """
         state = None
         if weights is not None:
@@ -314,7 +315,7 @@ def is_weighted(batch: Batch) -> bool:
 
 
 def longest_segment(batch: Batch, config: EngineConfig) -> int:
-    """Return ``max_seqlen`` for a forward.
+    """Return ``max_seqlen`` for a forward pass.
 
     The exact length keeps the grid of the attention kernel small. But a compiled layer is
     specialized on it, so with ``compile`` it is the longest segment that the bucket allows (padding

@@ -263,7 +263,7 @@ def test_template_without_marks_finds_answers_by_comparison(
 
 
 REFUSED: list[tuple[str, dict[str, Any], type, str]] = [  # template, options, error, message
-    (MARKED, {"prepend_bos": True}, ConfigError, "leave out --prepend-bos"),  # it comes twice
+    (MARKED, {"prepend_bos": True}, ConfigError, "leave out --prepend-bos"),  # it occurs twice
     ("{{ messages | length }}" + CHATML, {}, DataError, r"ts\.jsonl:1: unusable chat .*headers"),
     (
         "{{ messages | tojson(sorted=1) }}",

@@ -3,7 +3,8 @@
 ``python -m megapack.integrations.hosts.megatron pretrain_gpt.py ...`` runs a script on packed rows;
 ``install()`` does the same inside a script. See docs/guides/megatron.md.
 
-A name imports only its own module, so a release may lack names that other modules need.
+Each name is imported on first use, with its module alone, so a Megatron release may lack what other
+modules need.
 """
 
 from __future__ import annotations

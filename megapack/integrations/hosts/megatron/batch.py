@@ -70,8 +70,8 @@ def to_packed_seq_params(
         cu_seqlens: 1-D int32, or ``(1, n)`` as collated; on the device of the attention.
         max_seqlen: length of the longest segment in tokens; a tensor should be on the CPU.
         cu_seqlens_padded: boundaries with alignment padding; None if segments are not aligned.
-        total_tokens: tokens of the row. From 0.17 on, Megatron computes ``seq_idx`` from it, by
-            which Mamba layers separate segments; ignored for older releases.
+        total_tokens: tokens of the row. From 0.17 on, Megatron computes ``seq_idx`` from it, which
+            Mamba layers use to separate segments; ignored for older releases.
     """
     boundaries = _one_dimensional("cu_seqlens", cu_seqlens)
     padded = None
@@ -192,9 +192,9 @@ def _embeds_or_computes_loss(vp_stage: int | None) -> bool:
 
 
 def loss_func(loss_mask: Tensor | None, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return the summed loss, its label tokens, and the report that megatron-core 0.16 averages.
-    Run with ``--calculate-per-token-loss``: otherwise every micro batch is divided by its own label
-    tokens, so tokens weigh more in micro batches with few labels."""
+    """Return the summed loss, its number of label tokens, and the report that megatron-core 0.16
+    averages. Run with ``--calculate-per-token-loss``: otherwise the loss of every micro batch is
+    divided by its own number of label tokens, so tokens weigh more in micro batches with few."""
     assert loss_mask is not None, "only the last pipeline stage computes a loss"
     mask = loss_mask.flatten().float()
     loss = (output.flatten().float() * mask).sum()

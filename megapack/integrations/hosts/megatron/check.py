@@ -152,13 +152,13 @@ def _initialize_rank(world: RankLayout, place: RankPlace, arguments: list[str]) 
 
 
 def _dataset_provider(arguments: tuple[Any, ...], named: dict[str, Any]) -> Callable[..., Any]:
-    """Return the script's function that builds datasets: the first function given to pretrain()."""
+    """Return the script's function that builds datasets: the first one passed to pretrain()."""
     provider = named.get("train_valid_test_dataset_provider")
     for value in arguments:
         if provider is None and hasattr(value, "__code__"):
             provider = value
     if provider is None:
-        raise ConfigError("the script gives pretrain() no function that builds its datasets")
+        raise ConfigError("the script passes pretrain() no function that builds its datasets")
     return provider  # type: ignore[no-any-return]
 
 
@@ -250,7 +250,7 @@ def _first_documents(train: Any, row: int) -> Iterator[str]:
         ids = tokens[at : at + min(length, SHOWN_TOKENS)].tolist()
         try:
             text = repr(tokenizer.detokenize(ids))
-        except Exception:  # a tokenizer that cannot decode raises anything
+        except Exception:  # a tokenizer that cannot decode may raise any error
             text = f"tokens {ids}"
         place = f"{samples.names[source]}, document {document}, tokens {begin} to {begin + length}"
         yield f"{place}: {text}"
@@ -302,7 +302,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     choices = ("auto", "yes", "no")
     add("--steps", type=int, default=10, help="iterations to draw (default %(default)s)")
-    add("--own-get-batch", choices=choices, default="auto", help="as for the run itself")
+    add("--own-get-batch", choices=choices, default="auto", help="same as for the run")
     add("--debug", action="store_true", help="print all of Megatron's output if it fails")
     add("script", help="Megatron-LM's pretrain_gpt.py, or one of your own")
     add("arguments", nargs=argparse.REMAINDER, help="the flags of the run")
@@ -312,9 +312,7 @@ def _parser() -> argparse.ArgumentParser:
 def _world(text: str) -> RankLayout:
     sizes = [int(size) for size in text.split("x")] if re.fullmatch(r"\d+(x\d+){0,3}", text) else []
     if not sizes or min(sizes) < 1:
-        raise ConfigError(
-            f"--ranks is {text!r}; it must be DPxTPxPPxCP, sizes of 1 or more, as 8x2x1x1"
-        )
+        raise ConfigError(f"--ranks is {text!r}; it must be DPxTPxPPxCP, each 1 or more (8x2x1x1)")
     data, tensor, pipeline, context = [*sizes, 1, 1, 1][:4]
     return RankLayout(data=data, tensor=tensor, pipeline=pipeline, context=context)
 
@@ -394,7 +392,7 @@ def _report(world: RankLayout, reports: list[RankReport]) -> Iterator[str]:
         if len(buckets) > 1:
             yield f"step {step + 1}, micro step {shown[step]}: ranks are in buckets {buckets}"
         if any(report.drawn[number] != together[0] for report in others):
-            yield f"step {step + 1}: pipeline stages or context-parallel ranks read other rows"
+            yield f"step {step + 1}: pipeline stages or context-parallel ranks read different rows"
     every = [drawn for report in data_ranks for drawn in report.drawn]
     total = sum(len(drawn.rows) for drawn in every) * first.row
     _print(

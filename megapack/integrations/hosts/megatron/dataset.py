@@ -5,8 +5,7 @@ max_seqlen for Megatron's packed-sequence path. megatron-core's own builder buil
 
 For several paths Megatron's BlendedDataset interleaves single samples, so in one micro step ranks
 would have rows of different buckets. ``PackedDatasetBuilder`` turns the list into one manifest,
-whose blend
-keeps every block of rows in one bucket.
+whose blend keeps every block of rows in one bucket.
 """
 
 from __future__ import annotations
@@ -187,7 +186,7 @@ def row_options(
 
 
 def context_parallel_alignment(config: Any) -> int:
-    """Return the alignment of segments in tokens: 2 x context_parallel_size, 1 without. Raises
+    """Return the alignment of segments in tokens: 2 x context_parallel_size, 1 without it. Raises
     ConfigError with inter-document masking, where Megatron splits whole rows over ranks, but its
     RoPE assumes that it splits every segment."""
     cp_size = getattr(config, "context_parallel_size", None) or 1
@@ -252,7 +251,7 @@ class PackedDatasetBuilder(BlendedMegatronDatasetBuilder):  # type: ignore[misc]
     ConfigError for flags with which training would misread rows."""
 
     needs_boundary_flag: ClassVar[bool] = False
-    """Whether Megatron's own get_batch must read the boundaries; ``install()`` sets it."""
+    """True if Megatron's own get_batch must read the boundaries; ``install()`` sets it."""
 
     def __init__(
         self,
@@ -310,7 +309,7 @@ def _wrong_flags(args: Any, *, boundaries: bool) -> Iterator[str]:
     if middle and not sft and getattr(args, "dataloader_inter_document_masking", False):
         yield (
             f"--dataloader-inter-document-masking of {HOST} gives no data to middle pipeline "
-            "stages (also virtual ones): replace it by --sft"
+            "stages (also virtual ones): replace it with --sft"
         )
         return
     flags = ["sft"]

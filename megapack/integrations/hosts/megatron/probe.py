@@ -1,7 +1,7 @@
 """Probe of the real model in Megatron's schedule, once, before the first step of training.
 
     forward_backward_func, first step    Megatron or Megatron-Bridge calls it
-      read     the first micro batch of several documents; all that were read are put back
+      read     the first micro batch with several documents; all batches read are put back
       probe    six forward-only passes of the same schedule and the script's own forward step, in
                evaluation mode: all pipeline stages, no dropout, no gradients
       step     generators, modes, timers and gradients are restored
