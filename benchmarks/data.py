@@ -58,9 +58,9 @@ from megapack.data import BatchLayout, PackedDataset, Schedule, allocate, build_
 from megapack.data.fim import Fim, character_tables
 from megapack.data.steps import StepView
 from megapack.packing import pack
-from megapack.storage import IndexedDataset, IndexedDatasetBuilder
+from megapack.storage import IndexedDataset
 from megapack.storage.column_edits import add_column
-from megapack.storage.columns import ColumnSpec
+from megapack.storage.columns import INTERPRETED, ColumnSpec
 
 warnings.filterwarnings("ignore", module="megatron")
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # streaming's
@@ -136,24 +136,23 @@ def gathering(packed: dict[str, PackedDataset], gpt: dict[str, Any]) -> Sides:
     return sides | {f"memcpy, {size} samples": _copies(size) for size in BATCHES}
 
 
-def in_the_middle(dataset: IndexedDataset, weights: Path) -> list[dict[str, Any]]:
+def in_the_middle(dataset: IndexedDataset) -> list[dict[str, Any]]:
     """Measure the gather of whole documents without fill-in-the-middle, and with it at rate 0.5."""
     rule = {"prefix": VOCABULARY, "suffix": VOCABULARY + 1, "middle": VOCABULARY + 2, "eod": EOD}
     cuts = {"none": None, "tokens": Fim(**rule), "characters": Fim(**rule, tables=word_tables())}
     room = max(fim.room for fim in cuts.values() if fim)
     index = pack(dataset.document_lengths, "bucket", buckets=ROW, fim_room=room)
     rows = []
-    for beside in (None, weights):
-        own = {"weight_dataset": beside and str(beside)}
+    for weights, title in ((None, ""), ("auto", ", weights")):
         for size in BATCHES:
             sides = {}
             for name, fim in cuts.items():
-                packed = PackedDataset(dataset, index, **own)
+                packed = PackedDataset(dataset, index, token_weights=weights)
                 packed._connect([index], packed.samples.mixture, fim=fim)
                 sides[name] = _micro_batches(packed, _shuffled(packed), size, transformed=bool(fim))
             found = common.take_turns(sides, windows=5 if quick() else 30, seconds=0.05)
             rows += [
-                speed(f"cuts: {name}, micro batch of {size}{', weights' if beside else ''}", timing)
+                speed(f"cuts: {name}, micro batch of {size}{title}", timing)
                 | {"seconds_over_none": timing.seconds / found["none"].seconds}
                 | {"least_over_none": min(timing.windows) / min(found["none"].windows)}
                 for name, timing in found.items()
@@ -171,7 +170,7 @@ def carrying(folder: Path) -> list[dict[str, Any]]:
         values = np.ones((dataset.num_tokens, *shape), spec.numpy_dtype)
         add_column(dataset.prefix, name, values, spec)
         packed = PackedDataset(dataset.prefix, index, columns=[name])
-        source = packed.datasets[0].open(0).columns[name].mapped_bytes
+        source = packed.documents(0).columns[name].mapped_bytes
         out = np.empty(size * ROW * spec.row_bytes, np.uint8)
         begins = itertools.cycle(range(0, source.size - out.size, out.size))
 
@@ -478,12 +477,11 @@ def main() -> None:
             strategy: PackedDataset(dataset, pack(dataset.document_lengths, strategy, buckets=ROW))
             for strategy in ("concat", "bucket")
         }
-        with IndexedDatasetBuilder(folder / "weights", np.float16) as builder:
-            ones = np.ones(dataset.num_tokens, np.float16)
-            builder.add_documents(ones, dataset.document_offsets)
-        packed["bucket, loss weights"] = PackedDataset(
-            dataset, packed["bucket"].samples.indices, weight_dataset=str(folder / "weights")
-        )
+        ones = np.ones(dataset.num_tokens, np.float16)
+        add_column(dataset.prefix, "weights", ones, INTERPRETED["weights"])
+        weighted = IndexedDataset(dataset.prefix)
+        indices = packed["bucket"].samples.indices
+        packed["bucket, loss weights"] = PackedDataset(weighted, indices)
         gpt = {
             kind: megatron_train(
                 None, folder / "text", folder / kind, positions=kind == POSITIONS,
@@ -492,7 +490,7 @@ def main() -> None:
             for kind in (PLAIN, POSITIONS)
         }  # fmt: skip
         gathered = rates(gathering(packed, gpt), windows=5 if quick() else 30, seconds=0.05)
-        middle = in_the_middle(dataset, folder / "weights")
+        middle = in_the_middle(weighted)
         carried = carrying(folder)
         how = {"rounds": 1 if quick() else 5, "seconds": 0.3 if quick() else 1.0}
         taken = loaded(loaders(folder, packed["bucket"], gpt), **how)

@@ -1,20 +1,27 @@
 """Add, list, remove and export columns: data that belongs to the tokens of a dataset.
 
-  megapack-build column add PREFIX NAME FILE.npy      # a row per token, in the order of PREFIX.bin
+  megapack-build column add PREFIX NAME SOURCE        # a row per token, in the order of PREFIX.bin
   megapack-build column list PREFIX [PREFIX ...]
   megapack-build column remove PREFIX NAME
-  megapack-build column export PREFIX NAME FILE.npy
+  megapack-build column export PREFIX NAME OUTPUT
+
+SOURCE is FILE.npy, or a dataset with a number for each token of PREFIX: labels of GPT-NeoX, or
+labels and loss weights that earlier versions wrote. OUTPUT is FILE.npy, or the prefix of such a
+dataset.
 
 A column is PREFIX.NAME.col, described in PREFIX.meta.json: a number per token, or a row of numbers
 of one shape. With --of token it describes the token (the experts that it was routed to); with --of
 target it describes predicting the token (its advantage, a teacher's logits), and a batch has it at
-the position before, like a label. Padding and inserted tokens get the --fill value.
+the position before, like a label. Padding and inserted tokens get the --fill value. Of the columns
+labels (-100: no loss) and weights, batches make their labels and loss mask.
 
   megapack-build column add web advantages advantages.npy --dtype float32 --of target
   megapack-build column add web logits teacher.npy --dtype bfloat16 --of target
   megapack-build column add web experts experts.npy --fill 255
   megapack-build inspect web.samples --sample 0           # shows the columns next to the tokens
   megapack-build column export web logits logits.npy      # bfloat16 as float32
+  megapack-build column add chats labels chats.labels
+  megapack-build column export chats labels chats_label_document    # for label_data_paths of NeoX
 
 `tokenize --column` and `import --column` write columns with the dataset. merge, verify, repair and
 upload treat columns like tokens.
@@ -33,19 +40,21 @@ from megapack.storage import IndexedDataset
 from megapack.storage.column_edits import (
     add_column,
     export_column,
+    export_dataset,
     find_column,
     remove_column,
     spec_of,
+    values_of_dataset,
 )
 from megapack.storage.columns import Column
 from megapack.storage.tokens import open_npy
 from megapack.units import counted
 
 _WORDS = {
-    "add": ("PREFIX", "NAME", "FILE.npy"),
+    "add": ("PREFIX", "NAME", "SOURCE"),
     "list": ("PREFIX",),
     "remove": ("PREFIX", "NAME"),
-    "export": ("PREFIX", "NAME", "FILE.npy"),
+    "export": ("PREFIX", "NAME", "OUTPUT"),
 }
 
 
@@ -65,12 +74,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--fill",
         type=number,
         metavar="X",
-        help="number in rows of padding and inserted tokens (default: 0)",
+        help="number in rows of padding and inserted tokens (default: 0; of labels, -100)",
     )
     parser.add_argument(
         "--of",
         choices=("token", "target"),
-        help="whether a row describes the token, or predicting it (default: token)",
+        help="whether a row describes the token, or predicting it (default: token; of labels and "
+        "weights, target)",
     )
     add_shared(parser, "--overwrite", "--json")
 
@@ -96,8 +106,12 @@ def describe_column(prefix: str, column: Column) -> dict[str, Any]:
 
 def _add(args: argparse.Namespace) -> None:
     prefix, name = dataset_prefixes(args.words[:1])[0], args.words[1]
-    values = open_npy(args.words[2])
-    spec = spec_of(values, dtype=args.dtype, fill=args.fill or 0, of=args.of or "token")
+    source = args.words[2]
+    if not source.endswith(".npy") and IndexedDataset.exists(source):
+        values = values_of_dataset(name, source, prefix)
+    else:
+        values = open_npy(source)
+    spec = spec_of(name, values, dtype=args.dtype, fill=args.fill, of=args.of)
     is_new = add_column(prefix, name, values, spec, overwrite=args.overwrite)
     column = IndexedDataset(prefix).columns[name]
     text = f"{prefix}: column {name}, {spec}, {counted(column.rows.shape[0], 'row')}"
@@ -132,8 +146,11 @@ def _remove(args: argparse.Namespace) -> None:
 
 def _export(args: argparse.Namespace) -> None:
     prefix, name = dataset_prefixes(args.words[:1])[0], args.words[1]
-    output = local_file(args.words[2], "FILE.npy")
+    output = local_file(args.words[2], "OUTPUT")
     column = find_column(IndexedDataset(prefix).columns, name, prefix)
-    export_column(column, output, overwrite=args.overwrite)
+    if output.suffix == ".npy":
+        export_column(column, output, overwrite=args.overwrite)
+    else:
+        export_dataset(prefix, name, output, overwrite=args.overwrite)
     facts = {**describe_column(prefix, column), "output": str(output)}
     print_result(args, facts, f"{output}: {counted(column.rows.shape[0], 'row')} of {column.spec}")

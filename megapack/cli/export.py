@@ -1,8 +1,8 @@
 """Write packed samples in the file format of another trainer.
 
---format bridge: the packed parquet of Megatron-Bridge (packed_train_data_path), with the labels of
-PREFIX.labels if they exist. A row holds samples of one bucket, as many as fit the largest bucket. A
-segment becomes one sequence, which Bridge splits into inputs and labels:
+--format bridge: the packed parquet of Megatron-Bridge (packed_train_data_path), with the column
+labels of the dataset if it has one. A row holds samples of one bucket, as many as fit the largest
+bucket. A segment becomes one sequence, which Bridge splits into inputs and labels:
 
   document       5 6 7 8 | 9        a segment of 4 tokens and the next token of its document
   input_ids      5 6 7 8   9        inputs 5 6 7 8, labels 6 7 8 9
@@ -34,7 +34,8 @@ from megapack.errors import ConfigError, require
 from megapack.packing import SampleIndex
 from megapack.packing.verify import prefix_of_samples
 from megapack.storage import IndexedDataset
-from megapack.storage.dataset import open_labels, open_weights
+from megapack.storage.columns import LABELS
+from megapack.storage.dataset import check_converted
 from megapack.storage.files import atomic_write, check_target
 from megapack.units import count
 
@@ -96,21 +97,17 @@ def packed_rows(
 
     Raises:
         ConfigError: the samples are aligned and `pad` is missing or not an int32; the dataset has
-            loss weights, which a mask of 0 and 1 cannot express, or columns; a label is not the
-            next token.
-        IndexMismatchError: the labels belong to other documents.
+            columns other than labels, such as loss weights, which a mask of 0 and 1 cannot express;
+            a label is not the next token.
     """
-    labels = open_labels(dataset) or dataset
-    if open_weights(dataset) is not None:
+    check_converted(dataset.prefix, dataset.columns)
+    others = [name for name in dataset.columns if name != LABELS]
+    labels = dataset.columns[LABELS].rows if LABELS in dataset.columns else dataset.tokens
+    if others:
         raise ConfigError(
-            f"{dataset.prefix}.weights holds loss weights, and Bridge's loss_mask is 0 or 1: "
-            "train with megapack-pretrain or PackedTrainer, or move the weights to another folder"
-        )
-    if dataset.columns:
-        raise ConfigError(
-            f"{dataset.prefix} has the columns {', '.join(dataset.columns)}, and Bridge's parquet "
-            "has none: train with another host, or remove them from a copy of the dataset "
-            "(`megapack-build column remove`)"
+            f"{dataset.prefix} has the columns {', '.join(others)}, and Bridge's parquet has only "
+            "labels and a loss_mask of 0 and 1: train with another host, or remove them from a "
+            "copy of the dataset (`megapack-build column remove`)"
         )
     if index.alignment > 1 and pad is None:
         raise ConfigError(
@@ -127,7 +124,7 @@ def packed_rows(
         first = int(dataset.document_offsets[document])
         end = min(begin + length + 1, int(dataset.document_lengths[document]))
         tokens = dataset.tokens[first + begin : first + end].astype(np.int32)
-        label_tokens = labels.tokens[first + begin : first + end]
+        label_tokens = labels[first + begin : first + end]
         mask = np.zeros(len(tokens), np.int8)
         mask[:-1] = label_tokens[1:] >= 0
         differs = mask[:-1].astype(bool) & (label_tokens[1:] != tokens[1:])

@@ -12,9 +12,10 @@ modded-nanogpt), npy, and flat (only tokens: nanoGPT's .bin).
 
 Bounds, widths, counts, loss masks and tokenizer names next to the file are read and compared with
 it; contradictions are errors. For an unknown format the error names a command that converts it. A
-loss mask becomes PREFIX.labels. If the file holds plain tokens from its first byte, PREFIX.bin is a
-hard or symbolic link to it; if PREFIX.bin is the file itself (train.bin -> train), only the .idx is
-added. PREFIX may be an address. --column adds a teacher's dump, one row per token of the file.
+loss mask becomes the column labels. If the file holds plain tokens from its first byte, PREFIX.bin
+is a hard or symbolic link to it; if PREFIX.bin is the file itself (train.bin -> train), only the
+.idx is added. PREFIX may be an address. --column adds a teacher's dump, one row per token of the
+file.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def _columns(options: list[str]) -> dict[str, tuple[NDArray[Any], ColumnSpec]]:
         if option.name in columns:
             raise ConfigError(f"--column names {option.name} twice; give each another name")
         values = open_npy(option.key)
-        spec = spec_of(values, dtype=option.dtype, fill=option.fill, of=option.of)
+        spec = spec_of(option.name, values, dtype=option.dtype, fill=option.fill, of=option.of)
         if option.shape not in (None, spec.shape):
             raise ConfigError(
                 f"--column {option.name}: {option.key} has rows of shape {list(spec.shape)}, not "

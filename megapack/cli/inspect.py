@@ -5,10 +5,10 @@ of documents; for a .samples file the packing options and the metrics of the pac
 manifest the totals of its datasets, with --shards also each dataset.
 
 --sample I shows one sample as training gets it: its text, where documents begin and end, which
-tokens have no label (from PREFIX.labels, if it exists) and the loss weights of the others (from
-PREFIX.weights). Columns are listed token by token: a target column at the position that predicts
-its token, and only the first values of wide rows. --fim shows documents as fill-in-the-middle
-reorders them.
+tokens have no label (in the column labels) and the loss weights of the others (in the column
+weights). Other columns are listed token by token: a target column at the position that predicts its
+token, and only the first values of wide rows. --fim shows documents as fill-in-the-middle reorders
+them.
 
 examples:
   megapack-build inspect data/train
@@ -44,8 +44,8 @@ from megapack.packing.sample_index import IDX_CHECKSUMS
 from megapack.packing.sharded import ShardedIndex, load_shards
 from megapack.packing.verify import prefix_of_samples
 from megapack.storage import IndexedDataset
-from megapack.storage.columns import Column, ColumnSpec
-from megapack.storage.dataset import open_labels, open_weights
+from megapack.storage.columns import INTERPRETED, LABELS, WEIGHTS, Column, ColumnSpec
+from megapack.storage.dataset import check_converted
 from megapack.units import counted
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def view_sample(
     sample: int,
     segments: Sequence[tuple[int, int, int]] | None = None,
 ) -> list[SegmentView]:
-    """Return segments of a sample, with the labels of ``<prefix>.labels`` if that exists.
+    """Return segments of a sample, with their labels, loss weights and other columns.
 
     Args:
         dataset, index: documents and their samples.
@@ -155,10 +155,12 @@ def view_sample(
 
     Raises:
         IndexError: there is no such sample.
-        IndexMismatchError: the index or the labels belong to another dataset.
+        IndexMismatchError: the index belongs to another dataset.
     """
     index.check_source(dataset)
-    label_tokens, weight_data = (open_labels(dataset) or dataset).tokens, open_weights(dataset)
+    check_converted(dataset.prefix, dataset.columns)
+    columns = dataset.columns
+    label_tokens = columns[LABELS].rows if LABELS in columns else dataset.tokens
     all_segments = index.sample(sample)[1]
     groups = dict(zip(all_segments, index.groups_of(sample), strict=True))
     views: list[SegmentView] = []
@@ -169,8 +171,8 @@ def view_sample(
         # A token's label is its successor in the document; the last token has none.
         label_range = slice(start + 1, first + min(end + 1, document_length))
         labels, weights = label_tokens[label_range], None
-        if weight_data is not None:
-            weights = weight_data.tokens[label_range].view(np.float16).astype(float).tolist()
+        if WEIGHTS in columns:
+            weights = columns[WEIGHTS].rows[label_range].astype(float).tolist()
             weights += [0.0] * (length - len(labels))
         views.append(
             SegmentView(
@@ -184,7 +186,8 @@ def view_sample(
                 weights=weights,
                 columns=[
                     (name, column.spec, column.rows[_positions(column, start, label_range)])
-                    for name, column in dataset.columns.items()
+                    for name, column in columns.items()
+                    if name not in INTERPRETED
                 ],
                 group=groups[document, begin, length],
             )

@@ -22,7 +22,7 @@ from megapack.cli.arguments import add_dataset_argument, add_shared
 from megapack.cli.datasets import dataset_prefixes, documents_of
 from megapack.cli.output import Work, note, print_result
 from megapack.storage import IndexedDataset
-from megapack.storage.index_file import COMPANIONS
+from megapack.storage.index_file import GROUPS
 from megapack.storage.merge import merge
 from megapack.units import counted
 
@@ -54,12 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     prefixes = documents_of(dataset_prefixes(args.prefixes))
-    for end in COMPANIONS:
-        if any(IndexedDataset.exists(prefix + end) for prefix in prefixes):
-            note(
-                f"PREFIX{end} of the inputs is not merged: merge the datasets PREFIX{end} in the "
-                f"same order with --output-prefix {args.output_prefix}{end}"
-            )
+    if any(IndexedDataset.exists(prefix + GROUPS) for prefix in prefixes):
+        note(
+            f"PREFIX{GROUPS} of the inputs is not merged: merge the datasets PREFIX{GROUPS} in the "
+            f"same order with --output-prefix {args.output_prefix}{GROUPS}"
+        )
     with Work(f"merging {counted(len(prefixes), 'dataset')}") as progress:
         is_new = merge(
             prefixes,

@@ -117,8 +117,6 @@ _SHARD_COLUMNS: dict[str, Any] = {
     "tokens": lambda shard: count(shard.num_tokens),
     "samples": lambda shard: count(sum(shard.samples_per_bucket)),
     "type": lambda shard: shard.dtype,
-    "labels": lambda shard: "yes" if shard.labels else "",
-    "weights": lambda shard: "yes" if shard.weights else "",
     "columns": lambda shard: ", ".join(shard.columns),
 }
 

@@ -64,8 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_fields(
         values,
         weights_key="JSON key or column with the loss weights of a text: a number per token, spans "
-        "[begin, end, weight] of its characters, or the path of a .npy; writes a second "
-        "dataset, PREFIX.weights (default: no weights)",
+        "[begin, end, weight] of its characters, or the path of a .npy; writes the column "
+        "weights (default: no weights)",
     )
     add_shared(
         values,
@@ -131,8 +131,8 @@ def _add_chats(group: Arguments) -> None:
     add_fields(
         group,
         messages_key="JSON key or column with a list of {role, content}: documents are "
-        "conversations; writes a second dataset, PREFIX.labels, with -100 where a token has "
-        "no loss (default: documents are text)",
+        "conversations; writes the column labels, with -100 where a token has no loss (default: "
+        "documents are text)",
         chat_format="format conversations with the tokenizer's chat template, or with headers "
         "<|start_header_id|>role<|end_header_id|> (default: template)",
         chat_loss="compute loss on the assistant's content, or on the whole turn with its role "
@@ -146,8 +146,6 @@ def _add_chats(group: Arguments) -> None:
             "document (as in documents, enable_thinking), NAME=JSON is one value for all, NAME= "
             "leaves a key of the documents out",
         },
-        label_names="name datasets PREFIX and PREFIX.labels, or as GPT-NeoX does "
-        "PREFIX_KEY_document and PREFIX_KEY_label_document (default: megapack)",
     )
 
 
@@ -323,7 +321,7 @@ def _print_preview(preview: Preview) -> None:
     kinds = ", ".join(f"{name} {count(number)}" for name, number in formats.most_common())
     on_disk = size(sum(file.size for file in plan.inputs))
     print(f"input      {counted(len(plan.inputs), 'file')}, {on_disk} ({kinds})")
-    content = "conversations" if plan.has_labels else "text"
+    content = "conversations" if plan.chat_format else "text"
     limits = (("at least", plan.config.min_words), ("at most", plan.config.max_words))
     filters = [f"{words} {counted(n, 'word')}" for words, n in limits if n is not None]
     fails = plan.config.on_error == "fail"

@@ -4,11 +4,10 @@
   megapack-build upload shards/*.idx gs://bucket/folder
   megapack-build upload web.shards.json s3://bucket/folder
 
-Files keep their names. A dataset is copied with its columns, .samples, labels, loss weights and
-groups, if they exist; a .samples file of another name must be named itself. A file with checksums
-of blocks is added, with which readers check what they receive. The .idx is copied last, so a reader
-finds either the whole dataset or none. A shard manifest is copied after all its shards, and its
-folder keeps its layout.
+Files keep their names. A dataset is copied with its columns, .samples and groups, if they exist; a
+.samples file of another name must be named itself. A file with checksums of blocks is added, with
+which readers check what they receive. The .idx is copied last, so a reader finds either the whole
+dataset or none. A shard manifest is copied after all its shards, and its folder keeps its layout.
 """
 
 from __future__ import annotations
@@ -23,7 +22,8 @@ from megapack.errors import ConfigError
 from megapack.packing.sharded import load_shards, related
 from megapack.storage import IndexedDataset
 from megapack.storage.address import is_below, is_remote
-from megapack.storage.index_file import COMPANIONS
+from megapack.storage.dataset import check_converted
+from megapack.storage.index_file import GROUPS
 from megapack.storage.remote.client import put_object, remove_object
 from megapack.storage.remote.copies import upload_dataset
 
@@ -60,8 +60,8 @@ def _copies(
 ) -> Iterator[Copy]:
     for prefix in prefixes:
         target = f"{folder}/{Path(prefix).name}"
-        companions = (end for end in COMPANIONS if IndexedDataset.exists(prefix + end))
-        for end in ("", *companions):
+        check_converted(prefix, IndexedDataset(prefix).columns)
+        for end in ("", GROUPS) if IndexedDataset.exists(prefix + GROUPS) else ("",):
             yield upload_dataset, f"{prefix}{end}", f"{target}{end}"
         if Path(f"{prefix}.samples").exists():
             yield _put, f"{prefix}.samples", f"{target}.samples"
@@ -89,9 +89,7 @@ def _copies_of_source(manifest: str, folder: str) -> Iterator[Copy]:
             )
     for shard in shards:
         if not is_remote(shard.prefix):
-            for end in shard.ends:
-                target = f"{folder}/{places[shard.prefix]}{end}"
-                yield upload_dataset, f"{shard.prefix}{end}", target
+            yield upload_dataset, shard.prefix, f"{folder}/{places[shard.prefix]}"
         if not is_remote(shard.samples):
             yield _put, shard.samples, f"{folder}/{places[shard.samples]}"
     yield _put, manifest, f"{folder}/{Path(manifest).name}"

@@ -1,13 +1,13 @@
 """Rewrite a source so that its tokens are stored in the order of the draws.
 
 - ``plan_arrangement``, ``arrange``: write the shards of an arranged source and its manifest
-- ``SourceReader``: reads samples as documents, with everything that is stored for their tokens
+- ``SourceReader``: reads samples as documents, with the columns of their tokens
 
 The samples of every bucket are put in one random order, which the n shards split evenly: shard s
 gets the s-th part of every bucket. In a shard every segment is a document, so a run that draws the
 samples in this order reads every bucket sequentially. If a segment ends inside its document, the
-next token is stored, too: it is the label of the segment's last token. Labels, loss weights and
-columns are copied with their tokens, so a sample is the same as in the source. The numbers of
+next token is stored, too: it is the label of the segment's last token. Columns are copied with
+their tokens, so a sample is the same as in the source. The numbers of
 documents and samples change, and a segment loses its position in the document (positions: document
 is refused).
 
@@ -23,7 +23,6 @@ Two buckets of 4 and 2 samples in two shards, the random orders 2 0 3 1 and 1 0:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -54,8 +53,8 @@ from megapack.packing.sharded import (
     save_shards,
 )
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
+from megapack.storage.columns import LABELS, WEIGHTS
 from megapack.storage.files import check_target
-from megapack.storage.index_file import LABELS, WEIGHTS
 from megapack.storage.locks import is_own_folder, make_own_folder
 from megapack.storage.metadata import BOUNDARY_TOKENS, read_meta
 from megapack.storage.remote.reader import RemoteRows
@@ -76,38 +75,21 @@ class Pieces(NamedTuple):
     """(samples,) documents per sample."""
 
 
-class RowType(NamedTuple):
-    """Type of what is stored for each token, and the row of a shard that does not store it."""
-
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    missing: Any
-    """None: the token itself."""
-
-
 class SourceReader:
-    """Reads samples of a source with everything that its shards store for their tokens.
+    """Reads samples of a source with the columns of their tokens.
 
     Attributes:
         data: the source.
-        types: by name: "" for tokens, ``.labels``, ``.weights`` (bits of float16) and columns.
     """
 
     def __init__(self, source: ShardedIndex) -> None:
-        self.data = PackedDataset(None, source, label_dataset=None, weight_dataset=None)
-        self._documents = ShardedDocuments(source, with_labels=True)
+        self.data = PackedDataset(None, source)
+        self._columns = source.columns
         self._arrays: dict[int, dict[str, Any]] = {}
-        self.types = {"": RowType(self.data.datasets[0].dtype, (), None)}
-        if self._documents.has_labels:
-            self.types[LABELS] = RowType(np.dtype(np.int32), (), None)
-        if self._documents.weights_identity is not None:
-            self.types[WEIGHTS] = RowType(np.dtype(np.uint16), (), np.float16(1).view(np.uint16))
-        for name, spec in source.columns.items():
-            missing = spec.fill_row.view(spec.numpy_dtype).reshape(spec.shape)
-            self.types[name] = RowType(spec.numpy_dtype, spec.shape, missing)
 
-    def read(self, ids: Ids) -> tuple[Pieces, dict[str, NDArray[Any]]]:
-        """Return samples as documents, and the rows of their tokens, (tokens, ...), by name."""
+    def read(self, ids: Ids) -> tuple[Pieces, NDArray[Any], dict[str, NDArray[Any]]]:
+        """Return samples as documents, their tokens, and their rows of every column,
+        (tokens, ...)."""
         segments = self.data.segments(ids)
         lengths = segments.length + segments.continues
         pieces = Pieces(
@@ -117,42 +99,48 @@ class SourceReader:
         )
         for shard in np.unique(segments.shard).tolist():
             self._open(shard)
-        rows: dict[str, NDArray[Any]] = {}
 
-        def copy() -> None:
-            for name in self.types:
-                rows[name] = self._rows(name, segments, pieces.offsets)
+        def copy() -> tuple[NDArray[Any], dict[str, NDArray[Any]]]:
+            tokens = np.empty(int(pieces.offsets[-1]), self.data.datasets[0].dtype)
+            self._copy("", segments, pieces.offsets, tokens)
+            columns = {}
+            for name, spec in self._columns.items():
+                columns[name] = np.empty((len(tokens), *spec.shape), spec.numpy_dtype)
+                self._copy(name, segments, pieces.offsets, columns[name])
+            return tokens, columns
 
-        self.data.remote_reads.read(ids, copy)
-        return pieces, rows
+        return pieces, *self.data.remote_reads.read(ids, copy)
 
-    def _rows(self, name: str, segments: SampleSegments, offsets: Ids) -> NDArray[Any]:
-        kind, lengths = self.types[name], np.diff(offsets)
-        rows = np.empty((int(offsets[-1]), *kind.shape), kind.dtype)
+    def _copy(self, name: str, segments: SampleSegments, offsets: Ids, rows: NDArray[Any]) -> None:
+        """Copy the rows of a column, or (without a name) tokens, to ``rows``."""
+        lengths = np.diff(offsets)
         for shard in np.unique(segments.shard).tolist():
             chosen = np.flatnonzero(segments.shard == shard)
             target = _positions(offsets[chosen], lengths[chosen])
-            array = self._arrays[shard].get(name)
-            if array is None and kind.missing is not None:
-                rows[target] = kind.missing
-                continue
-            array = self._arrays[shard][""] if array is None else array
-            array = array.mapped if isinstance(array, RemoteRows) else array
             source = _positions(segments.begin[chosen], lengths[chosen])
-            rows[target] = np.take(array, source, axis=0)
-        return rows
+            rows[target] = self._rows(shard, name, source)
+
+    def _rows(self, shard: int, name: str, positions: Ids) -> Any:
+        array = self._arrays[shard].get(name)
+        if array is not None:
+            mapped = array.mapped if isinstance(array, RemoteRows) else array
+            return np.take(mapped, positions, axis=0)
+        # Rows that have the same effect in batches as none.
+        spec = self._columns[name]
+        if name == LABELS:
+            return spec.rows(self._rows(shard, "", positions))
+        if name == WEIGHTS:
+            return np.float16(1)
+        return spec.fill_row.view(spec.numpy_dtype).reshape(spec.shape)
 
     def _open(self, shard: int) -> None:
         if shard in self._arrays:
             return
-        opened = self._documents.open(shard)
-        dataset, labels, weights = opened[:3]
-        arrays = {name: column.rows for name, column in opened.columns.items()}
-        for name, each in (("", dataset), (LABELS, labels), (WEIGHTS, weights)):
-            if each is not None:
-                arrays[name] = each.tokens
-        self._arrays[shard] = arrays
-        self.data.remote_reads.add(shard, *arrays.values())
+        dataset = self.data.documents(shard)
+        columns = self.data.datasets[0].open_columns(dataset, self._columns)
+        rows = {name: column.rows for name, column in columns.items()}
+        self._arrays[shard] = {"": dataset.tokens, **rows}
+        self.data.remote_reads.add(shard, *self._arrays[shard].values())
 
 
 def _positions(begins: Ids, lengths: Ids) -> Ids:
@@ -232,44 +220,24 @@ class Arranger:
     ) -> SampleIndex:
         make_own_folder(prefix.parent)
         all_pieces: list[Pieces] = []
-        with ExitStack() as stack:
-            builders = {
-                end: stack.enter_context(IndexedDatasetBuilder(f"{prefix}{end}", **options))
-                for end, options in self._builder_options(recipe).items()
-            }
+        documents = self._reader.data.datasets[0]
+        with IndexedDatasetBuilder(
+            str(prefix),
+            documents.dtype,
+            vocab_size=documents.vocab_size,
+            columns=self.source.columns,
+            metadata={**self._metadata, "arranged": recipe},
+            overwrite=True,
+        ) as builder:
             for _, ids in self._chunks(number):
-                pieces, rows = self._reader.read(ids)
-                for end, builder in builders.items():
-                    values = rows.pop(end)
-                    values = values.view(np.float16) if end == WEIGHTS else values
-                    columns = rows if end == "" else {}
-                    builder.add_documents(values, pieces.offsets, columns=columns)
+                pieces, tokens, columns = self._reader.read(ids)
+                builder.add_documents(tokens, pieces.offsets, columns=columns)
                 all_pieces.append(pieces)
         dataset = IndexedDataset(prefix)
         index = self._index(number, all_pieces, dataset)
         # The name without the folder: the file does not depend on where it is written.
         index.save(samples, source=describe_source(dataset, prefix.name), overwrite=True)
         return index
-
-    def _builder_options(self, recipe: dict[str, Any]) -> dict[str, dict[str, Any]]:
-        """Return the arguments of the builders by suffix: of labels, of weights, then of the tokens
-        with the columns."""
-        documents = self._reader.data.datasets[0]
-        options: dict[str, dict[str, Any]] = {
-            LABELS: {"allow_negative": True},
-            WEIGHTS: {"dtype": np.float16},
-            "": {
-                "dtype": documents.dtype,
-                "vocab_size": documents.vocab_size,
-                "columns": self.source.columns,
-            },
-        }
-        metas = dict(zip(("", LABELS, WEIGHTS), self._metadata, strict=True))
-        return {
-            end: {**more, "metadata": {**metas[end], "arranged": recipe}, "overwrite": True}
-            for end, more in options.items()
-            if end in self._reader.types
-        }
 
     @cached_property
     def _reader(self) -> SourceReader:
@@ -279,10 +247,10 @@ class Arranger:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     @cached_property
-    def _metadata(self) -> list[dict[str, Any]]:
-        """Metadata of tokens, labels and weights that is still true, such as the tokenizer."""
-        metas = ShardedDocuments(self.source, with_labels=True).metadata()
-        return [{k: value for k, value in m.items() if k not in _NOT_KEPT} for m in metas]
+    def _metadata(self) -> dict[str, Any]:
+        """Metadata that is still true, such as the tokenizer."""
+        meta = ShardedDocuments(self.source).metadata()
+        return {key: value for key, value in meta.items() if key not in _NOT_KEPT}
 
     def _chunks(self, number: int) -> Iterator[tuple[int, Ids]]:
         """Yield (capacity, sample ids) of a shard in order, in chunks."""

@@ -8,7 +8,7 @@
     sources:                       # YAML or JSON; paths are relative to this file
       - {name: web,  prefix: web/docs,  index: web/docs.samples,  weight: 0.6}
       - {name: code, prefix: code/docs, index: code/docs.samples, weight: 0.2, valid_prefix: code/v}
-      - {name: chat, prefix: chat/docs, index: chat/docs.samples, weight: 0.1, labels: chat/turns}
+      - {name: chat, prefix: chat/docs, index: chat/docs.samples, weight: 0.1, labels: none}
       - {name: math, index: math.shards.json, weight: 0.1}      # many datasets as one source
       - {name: late, prefix: late/docs, index: late/docs.samples, weight: 0}  # see stages
     columns: [experts, rewards]    # data per token; {rewards: fill}: some sources may lack it
@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from megapack.config import check_positive, check_range, load_config, whole_numbers
-from megapack.data.documents import SourceDocuments
+from megapack.data.documents import SourceDocuments, open_source
 from megapack.data.fim import FimConfig, open_fim
 from megapack.data.sample_order import Scores
 from megapack.data.stage_settings import Window
@@ -48,6 +48,7 @@ from megapack.data.steps import Loss
 from megapack.errors import ConfigError
 from megapack.packing.sharded import SourceIndex, is_shard_manifest, load_index
 from megapack.storage.address import path_in
+from megapack.storage.columns import LABELS, WEIGHTS
 
 B = TypeVar("B", bound="BlendConfig")
 
@@ -71,12 +72,12 @@ class Source:
     """``max_epochs`` of this source; None: ``BlendConfig.max_epochs``."""
     name: str | None = None
     """Name in stages and reports; None: the prefix, or the shard manifest."""
-    labels: str = "auto"
-    """Prefix of a label dataset, one label per token, -100 for no loss. ``auto``: <prefix>.labels
-    if that exists; ``none``: every token has its label."""
-    token_weights: str = "auto"
-    """Prefix of a dataset of loss weights, one per token: factor on the loss of predicting it.
-    ``auto``: <prefix>.weights if that exists; ``none``: 1 for all."""
+    labels: Literal["auto", "none"] = "auto"
+    """``auto``: the labels are the column ``labels`` of the documents, if there is one; ``none``:
+    every token has its label."""
+    token_weights: Literal["auto", "none"] = "auto"
+    """``auto``: the factors on the loss of each token are the column ``weights``, if there is one;
+    ``none``: 1 for all."""
     loss_weight: float = 1.0
     """Factor on the loss of its labels. The loss denominator is the sum of all factors, so equal
     factors change nothing."""
@@ -120,9 +121,6 @@ class Source:
     def relative_to(self, folder: Path) -> Source:
         """Return the source with paths relative to the manifest's folder; addresses stay."""
         names = ["prefix", "index", "valid_prefix", "valid_index", "scores"]
-        names += [
-            n for n in ("labels", "token_weights") if getattr(self, n) not in ("auto", "none")
-        ]
         paths = {name: getattr(self, name) for name in names}
         resolved: dict[str, Any] = {
             n: path_in(folder, p) for n, p in paths.items() if p is not None
@@ -133,6 +131,12 @@ class Source:
     def title(self) -> str:
         """Name of the source in stages and reports."""
         return self.name or self.prefix or str(self.index)
+
+    def open_documents(self) -> SourceDocuments:
+        """Return its documents, memory-mapped. Raises the errors of ``open_source``."""
+        uses = {LABELS: self.labels, WEIGHTS: self.token_weights}
+        ignored = [name for name, use in uses.items() if use == "none"]
+        return open_source(self.prefix, None if self.prefix else self.open_index(), ignored)
 
     def open_index(self) -> SourceIndex:
         """Return its samples. Raises the errors of ``load_index``."""

@@ -37,6 +37,7 @@ from megapack.data.documents import (
     Documents,
     Index,
     RemoteReads,
+    Used,
     carried_columns,
     open_sources,
 )
@@ -47,7 +48,7 @@ from megapack.data.steps import PLAIN, Attention, StepView
 from megapack.errors import ConfigError
 from megapack.packing.sharded import SourceIndex
 from megapack.storage import IndexedDataset
-from megapack.storage.dataset import LabelDocuments
+from megapack.storage.columns import INTERPRETED, LABELS, WEIGHTS
 from megapack.units import checked_integer
 
 Ids = NDArray[np.int64]
@@ -85,14 +86,14 @@ class PackedDataset(Dataset[Batch]):
         label_boundary: ``document``: the last token of a document (with attention ``group``: of the
             group's documents in the sample) has no label; ``sample``: its label is the first token
             of the next segment, as in the classic concatenation.
-        label_dataset: chosen labels (chat: only the assistant's tokens), one per token, not
-            shifted, negative for no label. ``auto``: ``<prefix>.labels`` if it exists; None: the
-            next tokens. For a blend also a list, one entry per dataset.
+        labels: ``auto``: the column ``labels`` has the labels (chat: only the assistant's tokens),
+            not shifted, negative for no label; without the column, and with None, they are the next
+            tokens. For a blend also a list, one entry per dataset.
+        token_weights: ``auto``: the column ``weights`` has factors on the loss of predicting each
+            token; without it, and with None, they are 1. Also a list, as above.
         columns: names of the columns that batches carry (``megapack.storage.columns``); or name ->
             ``require`` (as in a list) or ``fill``: tokens of sources without the column get its
             fill value. A field of ``mixture``.
-        weight_dataset: factor on the loss of predicting each token
-            (``megapack.storage.dataset.open_weights``); ``auto``: ``<prefix>.weights``, as above.
         pad_token: token of the padding.
         alignment: segments start at multiples of this (2 x context parallel size), and the batch
             has ``cu_seqlens_padded``. Pack the samples with a multiple of this ``alignment``;
@@ -104,7 +105,7 @@ class PackedDataset(Dataset[Batch]):
             default to the prefixes.
 
     Attributes:
-        datasets: documents of every source, with labels and loss weights of their tokens.
+        datasets: documents of every source.
         columns: types of the columns that batches carry.
         samples: facts about all samples.
         remote_reads: prefetches documents from object stores.
@@ -122,8 +123,8 @@ class PackedDataset(Dataset[Batch]):
         positions: Literal["segment", "document", "sample"] = "segment",
         attention: Attention = "document",
         label_boundary: Literal["document", "sample"] = "document",
-        label_dataset: LabelDocuments | Sequence[LabelDocuments] = "auto",
-        weight_dataset: LabelDocuments | Sequence[LabelDocuments] = "auto",
+        labels: Used | Sequence[Used] = "auto",
+        token_weights: Used | Sequence[Used] = "auto",
         pad_token: int = 0,
         alignment: int = 1,
         num_mtp_targets: int = 0,
@@ -149,7 +150,7 @@ class PackedDataset(Dataset[Batch]):
         }
         check_targets(num_mtp_targets, self._options)
         self.datasets, indices = open_sources(
-            dataset, index, label_dataset, weight_dataset, positions=positions
+            dataset, index, labels, token_weights, positions=positions
         )
         if attention == "group":
             check_has_groups(indices)
@@ -419,10 +420,11 @@ class PackedDataset(Dataset[Batch]):
     def _open(self, shard: int) -> IndexedDataset:
         shards = self.samples.shards
         source = int(shards.sources[shard])
-        opened = self.datasets[source].open(shards.number_in_source(shard))
-        dataset, labels, weights = opened[:3]
-        existing = opened.columns if self.columns else {}
-        columns = [existing.get(name) for name in self.columns]
+        documents = self.datasets[source]
+        dataset = documents.open(shards.number_in_source(shard))
+        columns = documents.open_columns(dataset, (*INTERPRETED, *self.columns))
+        labels, weights = columns.get(LABELS), columns.get(WEIGHTS)
+        carried = map(columns.get, self.columns)
         index = shards.index(shard)
         if index.source:  # every process compares the .idx that it reads with the checksums
             index.check_source(dataset)
@@ -433,8 +435,8 @@ class PackedDataset(Dataset[Batch]):
         self._gatherer.open(
             shard,
             tokens=dataset.mapped_tokens,
-            labels=None if labels is None else labels.mapped_tokens,
-            weights=None if weights is None else weights.mapped_tokens,
+            labels=None if labels is None else labels.mapped_bytes.view(labels.rows.dtype),
+            weights=None if weights is None else weights.mapped_bytes.view(np.uint16),
             index_bytes=dataset.index_bytes,
             index_name=f"{dataset.prefix}.idx",
             sample_segment_offsets=index.sample_segment_offsets,
@@ -446,12 +448,11 @@ class PackedDataset(Dataset[Batch]):
             segment_joined=joined if self.samples.attention == "group" else None,
             first_document=first,
             fim_longest=-1 if self.samples.fim is None else index.fim_longest,
-            columns=[None if column is None else column.mapped_bytes for column in columns],
+            columns=[None if column is None else column.mapped_bytes for column in carried],
         )
-        of_labels = [file.tokens for file in (labels, weights) if file is not None]
-        rows = [column.rows for column in columns if column is not None]
-        self.remote_reads.add(shard, dataset.tokens, *of_labels, *rows)
-        self._remote_labels.add(shard, *of_labels)
+        rows = {name: column.rows for name, column in columns.items()}
+        self.remote_reads.add(shard, dataset.tokens, *rows.values())
+        self._remote_labels.add(shard, *(rows[name] for name in INTERPRETED if name in rows))
         return dataset
 
 
@@ -511,7 +512,7 @@ def open_blend(
         [source.prefix for source in sources] if datasets is None else datasets,
         indices,
         mixture=blend.mixture,
-        label_dataset=[None if s.labels == "none" else s.labels for s in sources],
-        weight_dataset=[None if s.token_weights == "none" else s.token_weights for s in sources],
+        labels=[None if source.labels == "none" else "auto" for source in sources],
+        token_weights=[None if source.token_weights == "none" else "auto" for source in sources],
         **options,
     )

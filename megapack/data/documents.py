@@ -1,13 +1,13 @@
 """Documents of sources, on disk or in an object store, opened on first use.
 
-- ``SourceDocuments``: one source, a list of shards with the labels and weights of their tokens.
-- ``Opened``: one shard. ``carried_columns``: the columns that batches carry.
+- ``SourceDocuments``: one source, a list of shards.
+- ``carried_columns``: the columns that batches carry.
 - ``open_sources``: opens documents and samples of every source for ``PackedDataset``.
 - ``end_tokens``: the tokens that end documents.
 - ``RemoteReads``: prefetches the parts of object stores that a gather reads, and checks them.
 
     source = open_source("docs", SampleIndex.load("docs.samples"))
-    source.open(0).documents                         # the only shard
+    source.open(0).tokens                            # of the only shard
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import abc
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 import xxhash
@@ -27,19 +28,12 @@ from numpy.typing import NDArray
 from megapack import _core
 from megapack.config import check_known
 from megapack.errors import ConfigError, IndexMismatchError, MegapackWarning
-from megapack.packing.shard_packing import packed_columns
-from megapack.packing.sharded import ShardedIndex, SourceIndex, load_index
+from megapack.packing.shard_packing import packed_columns, sampled_maximum
+from megapack.packing.sharded import PackedColumn, ShardedIndex, SourceIndex, load_index
 from megapack.storage import IndexedDataset
 from megapack.storage.address import is_remote
-from megapack.storage.columns import Column, ColumnSpec
-from megapack.storage.dataset import (
-    LabelDocuments,
-    label_list,
-    open_labels,
-    open_weights,
-    weights_identity,
-)
-from megapack.storage.index_file import LABELS, WEIGHTS
+from megapack.storage.columns import INTERPRETED, LABELS, WEIGHTS, Column, ColumnSpec
+from megapack.storage.dataset import check_converted
 from megapack.storage.metadata import common_metadata, differing_tokens
 from megapack.storage.remote.cache import open_cache
 from megapack.storage.remote.checksums import BLOCK_BYTES
@@ -49,29 +43,9 @@ Ids = NDArray[np.int64]
 
 logger = logging.getLogger("megapack")
 
-_BLOCKS, _BLOCK_TOKENS = 64, 1 << 16
-
-
-class Opened(NamedTuple):
-    """Files of one shard, mapped."""
-
-    documents: IndexedDataset
-    labels: IndexedDataset | None
-    weights: IndexedDataset | None
-    recorded: Iterable[str] | None = None
-    """Columns that the shard manifest records; None without a manifest."""
-
-    @property
-    def columns(self) -> dict[str, Column]:
-        """Columns of the documents by name, without those that the manifest does not record."""
-        columns = self.documents.columns
-        return {
-            name: columns[name] for name in (columns if self.recorded is None else self.recorded)
-        }
-
 
 class SourceDocuments(abc.ABC):
-    """Documents of one source, with the labels and loss weights of their tokens: a list of shards.
+    """Documents of one source, a list of shards.
 
     ``DatasetDocuments`` has one shard, ``ShardedDocuments`` has the shards of a manifest.
     """
@@ -84,24 +58,29 @@ class SourceDocuments(abc.ABC):
     """Number of token ids of the tokenizer; None if unknown."""
     meta: dict[str, Any] | None
     """``max_token_id``, ``document_end_token`` and other facts; None if a meta file is missing."""
-    weights_identity: str | None
-    """Digest of the loss weights; None without weights."""
     num_documents: int
     num_tokens: int
-    has_labels: bool
-    """True if labels are stored next to the tokens."""
     is_remote: bool
     """True if some shard is in an object store."""
-    prefixes: list[str]
-    """Prefixes of all shards; for a single dataset, also of its labels and weights."""
+    ignored: Collection[str]
+    """Names of columns that are not used, such as ``labels``."""
+    columns: list[tuple[str, Mapping[str, PackedColumn]]]
+    """Prefix and columns of every shard, without ignored ones."""
     num_shards: int = 1
     shard_index: SourceIndex | None = None
     """Samples of the shard manifest that names these documents."""
 
     @property
-    @abc.abstractmethod
-    def columns(self) -> list[tuple[str, Mapping[str, ColumnSpec]]]:
-        """Prefix and columns of every shard."""
+    def has_labels(self) -> bool:
+        """True if the labels of some shard are a column."""
+        return any(LABELS in columns for _, columns in self.columns)
+
+    @property
+    def weights_identity(self) -> str | None:
+        """Digest of the loss weights; None without weights."""
+        weights = [columns.get(WEIGHTS) for _, columns in self.columns]
+        identities = [None if column is None else column.identity for column in weights]
+        return xxhash.xxh3_64_hexdigest(repr(identities).encode()) if any(identities) else None
 
     @property
     @abc.abstractmethod
@@ -109,13 +88,22 @@ class SourceDocuments(abc.ABC):
         """Identity of the layout of all documents."""
 
     @abc.abstractmethod
-    def open(self, number: int) -> Opened:
-        """Return the files of one shard, mapped.
+    def open(self, number: int) -> IndexedDataset:
+        """Return one shard, mapped.
 
         Raises:
-            IndexMismatchError: they are not the documents that were packed.
+            IndexMismatchError: it does not have the documents that were packed.
             FormatError, OSError: a file is damaged or missing.
         """
+
+    def open_columns(self, shard: IndexedDataset, names: Iterable[str]) -> dict[str, Column]:
+        """Return those columns of an open shard that exist, are named and not ignored.
+
+        Raises the errors of ``IndexedDataset.columns``.
+        """
+        existing = [name for name in names if name in _used_columns(shard, self.ignored)]
+        columns = shard.columns if existing else {}
+        return {name: columns[name] for name in existing}
 
     def document_tokens(self, fact: str) -> set[Any]:
         """Return the tokens that the meta files name as ``fact``, one of ``BOUNDARY_TOKENS``.
@@ -137,41 +125,44 @@ class DatasetDocuments(SourceDocuments):
 
     Args:
         dataset: the documents.
-        labels, weights: labels and loss weights of their tokens; None if there are none.
+        ignored: names of columns that are not used.
+
+    Raises:
+        ConfigError: labels or loss weights of an earlier version exist (``check_converted``).
+        FormatError: the meta file is damaged.
     """
 
-    def __init__(
-        self,
-        dataset: IndexedDataset,
-        labels: IndexedDataset | None = None,
-        weights: IndexedDataset | None = None,
-    ) -> None:
-        self.dataset, self.labels, self.weights = dataset, labels, weights
+    def __init__(self, dataset: IndexedDataset, ignored: Collection[str] = ()) -> None:
+        self.dataset, self.ignored = dataset, ignored
         self.prefix, self.dtype, self.meta = dataset.prefix, dataset.dtype, dataset.meta
         self.num_documents, self.num_tokens = dataset.num_documents, dataset.num_tokens
-        self.vocab_size, self.has_labels = dataset.vocab_size, labels is not None
-        self.weights_identity = None if weights is None else weights_identity(weights)
-        self.is_remote = is_remote(dataset.prefix)
-        self.prefixes = [file.prefix for file in (dataset, labels, weights) if file is not None]
-
-    @property
-    def columns(self) -> list[tuple[str, Mapping[str, ColumnSpec]]]:
-        specs = {name: column.spec for name, column in self.dataset.columns.items()}
-        return [(self.prefix, specs)]
+        self.vocab_size, self.is_remote = dataset.vocab_size, is_remote(dataset.prefix)
+        columns = _used_columns(dataset, ignored)
+        check_converted(self.prefix, {*columns, *ignored})
+        self.columns = [(self.prefix, columns)]
 
     @property
     def fingerprint(self) -> str:
         return self.dataset.fingerprint
 
-    def open(self, number: int) -> Opened:
+    def open(self, number: int) -> IndexedDataset:
         assert number == 0, "a dataset is one shard"
-        return Opened(self.dataset, self.labels, self.weights)
+        return self.dataset
 
     def largest_token_id(self, at_least: int) -> tuple[str, int]:
-        files = [file for file in (self.dataset, self.labels) if file is not None]
-        wide = [file for file in files if np.iinfo(file.dtype).max >= at_least]
-        largest = [(file.prefix, _largest_token_id(file)) for file in wide]
-        return max(largest, key=lambda item: item[1], default=(self.prefix, -1))
+        largest = -1
+        if np.iinfo(self.dtype).max >= at_least:
+            largest = _largest_token_id(self.dataset)
+        for labels in self.open_columns(self.dataset, [LABELS]).values():
+            largest_label, _ = sampled_maximum(labels.rows)
+            if largest_label > largest:
+                return f"column {LABELS} of {self.prefix}", largest_label
+        return self.prefix, largest
+
+
+def _used_columns(dataset: IndexedDataset, ignored: Collection[str]) -> dict[str, PackedColumn]:
+    columns = packed_columns(dataset)
+    return {name: column for name, column in columns.items() if name not in ignored}
 
 
 def _largest_token_id(dataset: IndexedDataset) -> int:
@@ -179,17 +170,15 @@ def _largest_token_id(dataset: IndexedDataset) -> int:
     if dataset.meta is not None:
         recorded = dataset.meta["max_token_id"]
         return -1 if recorded is None else int(recorded)
-    begins = range(0, dataset.num_tokens, _BLOCK_TOKENS)
-    if len(begins) > _BLOCKS:
-        begins = begins[:: len(begins) // _BLOCKS]
+    largest, part = sampled_maximum(dataset.tokens)
+    if part < 1:
         logger.warning(
             "%s has no .meta.json (`megapack-build import` writes one): token ids were checked in "
             "%.1f %% of it",
             dataset.prefix,
-            100 * len(begins) * _BLOCK_TOKENS / dataset.num_tokens,
+            100 * part,
         )
-    blocks = (dataset.tokens[begin : begin + _BLOCK_TOKENS] for begin in begins)
-    return max((_core.token_range(block)[1] for block in blocks), default=-1)
+    return largest
 
 
 # Documents of one source in an argument; None: the shard manifest names them.
@@ -202,39 +191,37 @@ class ShardedDocuments(SourceDocuments):
 
     Args:
         index: samples of the shards.
-        with_labels, with_weights: use the labels and loss weights next to the shards.
+        ignored: names of columns that are not used.
     """
 
-    def __init__(
-        self, index: ShardedIndex, *, with_labels: bool, with_weights: bool = True
-    ) -> None:
-        self.index, self.with_labels, self.with_weights = index, with_labels, with_weights
+    def __init__(self, index: ShardedIndex, ignored: Collection[str] = ()) -> None:
+        self.index, self.ignored = index, ignored
         self.shard_index, self.prefix = index, str(index.path)
         self.num_documents, self.num_tokens = index.num_documents, index.num_tokens
-        self.has_labels = with_labels and any(shard.labels for shard in index.shards)
         self.is_remote = any(is_remote(shard.prefix) for shard in index.shards)
-        self.prefixes = [str(shard.prefix) for shard in index.shards]
         self.num_shards = len(index.shards)
+        self.columns = [
+            (shard.prefix, {n: c for n, c in shard.columns.items() if n not in ignored})
+            for shard in index.shards
+        ]
         dtypes = {np.dtype(shard.dtype) for shard in index.shards}
         self.dtype = max(dtypes, key=lambda dtype: int(np.iinfo(dtype).max))
         sizes = [shard.vocab_size for shard in index.shards if shard.vocab_size is not None]
         self.vocab_size = max(sizes) if len(sizes) == len(index.shards) else None
-        self.meta, self.weights_identity = self._meta(), None
-        weights = [shard.weights for shard in index.shards]
-        if with_weights and any(weights):
-            self.weights_identity = xxhash.xxh3_64_hexdigest(repr(weights).encode())
-
-    @property
-    def columns(self) -> list[tuple[str, Mapping[str, ColumnSpec]]]:
-        return [
-            (shard.prefix, {name: column.spec for name, column in shard.columns.items()})
-            for shard in self.index.shards
-        ]
+        self.meta = self._meta()
 
     @property
     def fingerprint(self) -> str:
         text = ";".join(shard.fingerprint for shard in self.index.shards)
         return f"{xxhash.xxh3_128_hexdigest(text.encode())} of {len(self.index.shards)} shards"
+
+    @cached_property
+    def _recorded(self) -> dict[str, Mapping[str, PackedColumn]]:
+        return dict(self.columns)
+
+    def open_columns(self, shard: IndexedDataset, names: Iterable[str]) -> dict[str, Column]:
+        recorded = self._recorded[shard.prefix]  # a column that was added later is not read
+        return super().open_columns(shard, [name for name in names if name in recorded])
 
     def _meta(self) -> dict[str, Any] | None:
         largest = [s.max_token_id for s in self.index.shards if s.max_token_id is not None]
@@ -244,23 +231,18 @@ class ShardedDocuments(SourceDocuments):
         end = ends.pop() if len(ends) == 1 else None
         return {"max_token_id": max(largest), "document_end_token": end}
 
-    def metadata(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-        """Return the metadata that all shards share: for tokens, for labels and for weights.
+    def metadata(self) -> dict[str, Any]:
+        """Return the metadata that all shards share.
 
         Opens every shard. Raises the errors of ``open``.
         """
-        metas: tuple[list[Any], list[Any], list[Any]] = [], [], []
-        for number in range(len(self.index.shards)):
-            for of_kind, dataset in zip(metas, self.open(number)[:3], strict=True):
-                of_kind.extend([] if dataset is None else [dataset.meta])
-        tokens, labels, weights = (common_metadata(of_kind or [None]) for of_kind in metas)
-        return tokens, labels, weights
+        return common_metadata([self.open(number).meta for number in range(self.num_shards)])
 
     def document_tokens(self, fact: str) -> set[Any]:
         return {shard.document_token(fact) for shard in self.index.shards}
 
     def largest_token_id(self, at_least: int) -> tuple[str, int]:
-        if np.iinfo(self.dtype).max < at_least and not self.has_labels:  # labels are int32
+        if np.iinfo(self.dtype).max < at_least and not self.has_labels:
             return self.prefix, -1
         if self.meta is None:
             message = "%s: some shards have no .meta.json: their token ids were not checked"
@@ -268,7 +250,7 @@ class ShardedDocuments(SourceDocuments):
             return self.prefix, -1
         return self.prefix, int(self.meta["max_token_id"])
 
-    def open(self, number: int) -> Opened:
+    def open(self, number: int) -> IndexedDataset:
         shard = self.index.shards[number]
         dataset = IndexedDataset(shard.prefix)
         for fact, now, then in (
@@ -282,29 +264,23 @@ class ShardedDocuments(SourceDocuments):
                     f"{shard.prefix} has changed since {self.prefix} was written: {fact} is "
                     f"{now}, but was {then}; restore it, or pack the shards again"
                 )
-        columns = packed_columns(dataset) if shard.columns else {}
-        for name, column in shard.columns.items():
-            if columns.get(name) != column:
+        columns = packed_columns(dataset)
+        # A column that was added later is unknown to the manifest; labels and weights that nobody
+        # uses would be a surprise.
+        for name in sorted({*shard.columns, *INTERPRETED} - set(self.ignored)):
+            if columns.get(name) != shard.columns.get(name):
                 raise IndexMismatchError(
                     f"column {name} of {shard.prefix} has changed since {self.prefix} was written; "
                     "restore it, or run `megapack-build pack` again, which records its columns"
                 )
-        labels = shard.prefix + LABELS if self.with_labels and shard.labels else None
-        weights = shard.prefix + WEIGHTS if self.with_weights and shard.weights else None
-        opened = open_weights(dataset, weights)
-        if opened is not None and weights_identity(opened) != shard.weights:
-            raise IndexMismatchError(
-                f"{weights} has changed since {self.prefix} was written; restore it, or pack the "
-                "shards again"
-            )
-        return Opened(dataset, open_labels(dataset, labels), opened, shard.columns)
+        return dataset
 
 
 def open_sources(
     documents: Documents | Sequence[Documents],
     indices: Index | Sequence[Index],
-    labels: LabelDocuments | Sequence[LabelDocuments],
-    weights: LabelDocuments | Sequence[LabelDocuments],
+    labels: Used | Sequence[Used],
+    token_weights: Used | Sequence[Used],
     *,
     positions: str,
 ) -> tuple[list[SourceDocuments], list[SourceIndex]]:
@@ -326,11 +302,27 @@ def open_sources(
                 f"{index.path} is an arranged source, whose segments have no position in "
                 "the document: use positions: segment, or the source that was arranged"
             )
-    each_labels, each_weights = label_list(labels, count), label_list(weights, count, "weight")
-    columns = (each_documents, loaded, each_labels, each_weights)
-    sources = [open_source(*source) for source in zip(*columns, strict=True)]
+    used = (_each_used("labels", labels, count), _each_used("token_weights", token_weights, count))
+    sources = []
+    for each, index, *uses in zip(each_documents, loaded, *used, strict=True):
+        ignored = [name for name, use in zip(INTERPRETED, uses, strict=True) if use is None]
+        sources.append(open_source(each, index, ignored))
     _warn_of_document_tokens(sources)
     return sources, loaded
+
+
+Used: TypeAlias = Literal["auto"] | None
+
+
+def _each_used(option: str, use: Used | Sequence[Used], count: int) -> list[Used]:
+    """Return one value per source. Raises ConfigError if there are others."""
+    values: list[Any] = list(use) if isinstance(use, (list, tuple)) else [use] * count
+    if len(values) != count or not {*map(str, values)} <= {"auto", "None"}:
+        raise ConfigError(
+            f"{option} is {use!r}; give 'auto' or None, or a list with one of them for each of "
+            f"{count} datasets. The column comes from `megapack-build column add`"
+        )
+    return values
 
 
 Carried: TypeAlias = "Sequence[str] | Mapping[str, str]"
@@ -354,20 +346,25 @@ def carried_columns(
     if not columns:
         return {}
     rules = columns if isinstance(columns, Mapping) else dict.fromkeys(columns, "require")
+    for name in INTERPRETED.keys() & rules:
+        raise ConfigError(
+            f"columns names {name}, which becomes the labels and the loss mask of batches wherever "
+            "a source has it: leave it out of columns"
+        )
     shards = [shard for source in sources for shard in source.columns]
-    known = {name for _, specs in shards for name in specs}
+    known = {name for _, packed in shards for name in packed} - INTERPRETED.keys()
     check_known(", ".join(source.prefix for source in sources), "column", rules, known)
     carried: dict[str, ColumnSpec] = {}
     for name, rule in sorted(rules.items()):
         if rule not in _IF_MISSING:
             raise ConfigError(f"columns: {name} is {rule!r}; it is 'require' or 'fill'")
-        lacking = [prefix for prefix, specs in shards if name not in specs]
+        lacking = [prefix for prefix, packed in shards if name not in packed]
         if lacking and rule == "require":
             raise ConfigError(
                 f"{', '.join(lacking[:8])} has no column {name}: add it (`megapack-build column "
                 f"add`), leave it out of columns, or set columns: {{{name}: fill}}"
             )
-        having = [(prefix, specs[name]) for prefix, specs in shards if name in specs]
+        having = [(prefix, packed[name].spec) for prefix, packed in shards if name in packed]
         first, carried[name] = having[0]
         for prefix, spec in having:
             if spec != carried[name]:
@@ -411,41 +408,33 @@ def _as_list(items: Any) -> list[Any]:
 
 
 def open_source(
-    documents: Documents,
-    samples: SourceIndex | None,
-    labels: LabelDocuments = "auto",
-    weights: LabelDocuments = "auto",
+    documents: Documents, samples: SourceIndex | None, ignored: Collection[str] = ()
 ) -> SourceDocuments:
     """Open the documents of one source. A shard manifest opens its shards on first use.
 
     Args:
         documents: the dataset or its prefix; None if ``samples`` is a shard manifest.
         samples: samples packed from these documents; None if they are not packed yet.
-        labels, weights: labels and loss weights of the tokens, see ``PackedDataset``.
+        ignored: names of columns that are not used.
 
     Raises:
-        ConfigError: documents, labels or weights are given for a shard manifest, or documents
-            are missing for any other index.
+        ConfigError: documents are given for a shard manifest, or are missing for any other index;
+            labels or loss weights are not converted to columns (``check_converted``).
         IndexMismatchError, FormatError, OSError: see ``PackedDataset``.
     """
     if isinstance(documents, SourceDocuments):
         return documents
     if isinstance(samples, ShardedIndex):
-        if documents is not None or not {labels, weights} <= {"auto", None}:
-            raise ConfigError(
-                f"{samples.path} names the documents of its shards, with their labels and weights "
-                "(PREFIX.labels, PREFIX.weights): leave out prefix, labels and weights"
-            )
-        return ShardedDocuments(
-            samples, with_labels=labels is not None, with_weights=weights is not None
-        )
+        if documents is not None:
+            raise ConfigError(f"{samples.path} names the documents of its shards: leave out prefix")
+        return ShardedDocuments(samples, ignored)
     if documents is None:
         name = "the index" if samples is None else samples.path or samples
         raise ConfigError(f"{name} does not name its documents; give a prefix")
     dataset = documents if isinstance(documents, IndexedDataset) else IndexedDataset(documents)
     if samples is not None:
         samples.open(0).check_source(dataset)
-    return DatasetDocuments(dataset, open_labels(dataset, labels), open_weights(dataset, weights))
+    return DatasetDocuments(dataset, ignored)
 
 
 T = TypeVar("T")
@@ -470,7 +459,7 @@ class RemoteReads:
         self._rows: dict[int, list[RemoteRows]] = {}  # by shard
 
     def add(self, shard: int, *arrays: Any) -> None:
-        """Register the arrays of a shard that was opened: tokens, labels, weights, columns."""
+        """Register the arrays of a shard that was opened: tokens and rows of columns."""
         remote = [array for array in arrays if isinstance(array, RemoteRows)]
         if remote:
             self._rows[shard] = remote

@@ -31,6 +31,7 @@ from megapack.data.sources import SampleSource
 from megapack.data.stage_settings import STAGE_FIELDS, Program, StageSettings, Weights, drawn_by
 from megapack.data.steps import ScheduleConfig, order_named
 from megapack.errors import ResumeError
+from megapack.storage.columns import INTERPRETED
 
 if TYPE_CHECKING:
     from megapack.data.dataset import PackedDataset
@@ -295,22 +296,25 @@ _ORIGIN = ("transformers_version", "_name_or_path", "architectures", "dtype", "t
 
 
 def content_digests(data: PackedDataset) -> dict[str, list[Any]]:
-    """Return digests of the bytes that every source reads: tokens, labels, loss weights, columns.
+    """Return digests of the bytes that every source reads: of tokens and columns.
 
     The keys are the source's number and the fingerprint of its samples: ``check_state`` compares
     the samples of runs, and a source with the same samples must have the same bytes. For a source
     with more than 64 shards, this reads 64 evenly spaced ones.
     """
     digests: dict[str, list[Any]] = {}
+    names = (*INTERPRETED, *data.columns)
     sources = zip(data.samples.fingerprints, data.datasets, strict=True)
     for number, (fingerprint, source) in enumerate(sources):
         last, count = source.num_shards - 1, min(source.num_shards, _READ_SHARDS)
         shards = {round(i * last / max(1, count - 1)) for i in range(count)}
-        digests[f"{number} {fingerprint}"] = [
-            None if file is None else file.content_digest
-            for opened in map(source.open, sorted(shards))
-            for file in (*opened[:3], *(opened.columns.get(name) for name in data.columns))
-        ]
+        digests[f"{number} {fingerprint}"] = of_source = []
+        for shard in map(source.open, sorted(shards)):
+            columns = source.open_columns(shard, names)
+            of_source += [
+                None if opened is None else opened.content_digest
+                for opened in (shard, *map(columns.get, names))
+            ]
     return digests
 
 
@@ -417,7 +421,7 @@ def _content_difference(then: State, now: State) -> tuple[State, State]:
     def differs(name: str) -> bool:
         for saved, present in zip(then[name], now[name], strict=True):
             if (saved is None) != (present is None):
-                return True  # labels or weights were added or removed
+                return True  # a column was added or removed
             digests = zip(saved or (), present or (), strict=True)
             # The second digest is missing if there was no meta file.
             if any(a != b for a, b in digests if a is not None and b is not None):

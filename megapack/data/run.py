@@ -349,8 +349,12 @@ class OpenRun(PlannedRun):
 
     def file_stamps(self) -> dict[str, tuple[int, ...] | None]:
         """Return (inode, size, mtime) of every local file of the run; None for a missing file."""
-        prefixes = [prefix for source in self.data.datasets for prefix in source.prefixes]
-        paths = [f"{prefix}{suffix}" for prefix in prefixes for suffix in (".bin", ".idx")]
+        paths = [
+            f"{prefix}.{suffix}"
+            for source in self.data.datasets
+            for prefix, columns in source.columns
+            for suffix in ("bin", "idx", *(f"{name}.col" for name in columns))
+        ]
         paths += [str(index.path) for index in self.schedule.samples.indices if index.path]
         stamps: dict[str, tuple[int, ...] | None] = {}
         for path in paths:

@@ -14,7 +14,7 @@ first, each to the least loaded rank. This costs nothing at run time and changes
 The loss of a step is the sum of losses times ``loss_mask`` over all micro batches and ranks,
 divided by ``step_label_weight``. Both follow from the index and the weights, so they are known
 before the step and do not depend on the number of ranks. With w the weight of a token
-(``PREFIX.weights``, else 1), f that of its source (``loss_weight``, else 1), W the sum of w over
+(column ``weights``, else 1), f that of its source (``loss_weight``, else 1), W the sum of w over
 the labels of a sequence, M the sum of f over the sequences of the step with a label, and K the sum
 of f w over all its labels:
 
@@ -395,7 +395,7 @@ def refuse_token_weights(samples: SampleSource, refuse: Callable[[str, str], NoR
         n for n, weights in zip(samples.names, samples.token_weights, strict=True) if weights
     ]
     if weighted:
-        problem = f"source {weighted[0]!r} has loss weights per token (PREFIX.weights)"
+        problem = f"source {weighted[0]!r} has loss weights per token (column weights)"
         refuse(problem, "token_weights")
     if samples.mixture.loss != "token_mean":
         refuse(f"loss is {samples.mixture.loss}", "loss")

@@ -12,7 +12,7 @@ were merged. So shuffles, blends, exclusion lists and scores need no knowledge o
 The manifest is one small JSON file with everything that a run needs before it draws the first
 sample. A shard is opened, and compared with the manifest, when one of its samples is needed::
 
-    {"format": "megapack shards", "version": 2, "strategy": "bucket", "parameters": {...},
+    {"format": "megapack shards", "version": 4, "strategy": "bucket", "parameters": {...},
      "buckets": [...], "seed": 0, "bucket_capacity": [...], "shards": [
       {"prefix": "web/000", "samples": "web.shards/000.samples", "num_documents": 81723, ...},
       ...
@@ -29,7 +29,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -44,9 +44,8 @@ from megapack.packing.file_format import Check, are_counts, find_wrong, is_count
 from megapack.packing.sample_index import SampleIndex
 from megapack.records import parse_json
 from megapack.storage.address import is_below, is_remote, split_address
-from megapack.storage.columns import ColumnSpec, check_column_name
+from megapack.storage.columns import ColumnSpec, check_column
 from megapack.storage.files import atomic_write, open_regular
-from megapack.storage.index_file import LABELS, WEIGHTS
 from megapack.storage.remote.copies import local_output_file
 from megapack.storage.remote.reader import fetch_file
 
@@ -79,22 +78,14 @@ class PackedShard:
     max_token_id: int | None  # of tokens and labels; None: a meta file is missing
     vocab_size: int | None
     document_end_token: int | None
-    labels: bool  # the shard has <prefix>.labels
-    weights: str | None = None  # weights_identity of <prefix>.weights, compared when opened
-    document_begin_token: int | None = None
-    columns: Mapping[str, PackedColumn] = field(default_factory=dict)  # by name
+    document_begin_token: int | None
+    columns: Mapping[str, PackedColumn]  # by name
 
     def document_token(self, fact: str) -> int | str | None:
         """Return the token of ``fact``, one of ``BOUNDARY_TOKENS``; "unknown" without a meta
         file."""
         token: int | None = getattr(self, fact)
         return "unknown" if token is None and self.max_token_id is None else token
-
-    @property
-    def ends(self) -> tuple[str, ...]:
-        """Suffixes of the shard's datasets: "" for its documents, then labels and weights."""
-        companions = {LABELS: self.labels, WEIGHTS: self.weights is not None}
-        return ("", *(end for end, exists in companions.items() if exists))
 
 
 def place(path: str) -> str:
@@ -272,9 +263,7 @@ def _offsets(counts: Ids) -> Ids:
 
 SUFFIX = ".shards.json"
 FORMAT = "megapack shards"
-VERSION = 2
-VERSION_OF_WEIGHTS = 3  # a manifest with loss weights
-VERSION_OF_COLUMNS = 4  # a manifest with columns
+VERSION = 4
 PLAN = ("strategy", "parameters", "buckets", "seed", "bucket_capacity")  # the same for all shards
 
 _CHECKS: dict[str, Check] = {
@@ -283,11 +272,9 @@ _CHECKS: dict[str, Check] = {
     "int | None": lambda value: value is None or type(value) is int,
     "str | None": lambda value: value is None or is_text(value),
     "tuple[int, ...]": are_counts,
-    "bool": lambda value: type(value) is bool,
 }
 _FIELDS = {f.name: _CHECKS[str(f.type)] for f in fields(PackedShard) if f.name != "columns"}
 _PATHS = ("prefix", "samples")
-_OPTIONAL = ("weights", "document_begin_token")
 
 
 def is_shard_manifest(path: str | os.PathLike[str]) -> bool:
@@ -318,10 +305,10 @@ def load_shards(path: str | os.PathLike[str], shards: Sequence[int] | None = Non
     content = parse_json(encoded, path, remedy="pack the shards again")
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise FormatError(f"{path} is not a shard manifest of megapack")
-    if content.get("version") not in range(VERSION, VERSION_OF_COLUMNS + 1):
+    if content.get("version") != VERSION:
         raise FormatError(
-            f"{path} has version {content.get('version')!r}; this megapack reads {VERSION} "
-            f"to {VERSION_OF_COLUMNS}: pack again, "
+            f"{path} has version {content.get('version')!r}; this megapack reads {VERSION}: pack "
+            "again, "
             f"megapack-build pack PREFIX ... --output {path} --overwrite"
         )
     if content.pop("xxh3", None) != _digest(content):
@@ -361,8 +348,6 @@ def _folder_of(path: Path | str) -> str:
 
 
 def _shard(path: Path | str, number: int, row: Any, num_buckets: int) -> PackedShard:
-    if isinstance(row, dict):
-        row = {**dict.fromkeys(_OPTIONAL), "columns": {}, **row}
     wrong = find_wrong(row, _FIELDS)
     if wrong is not None:
         raise FormatError(f"{path} is damaged: shard {number} {wrong}")
@@ -375,11 +360,10 @@ def _shard(path: Path | str, number: int, row: Any, num_buckets: int) -> PackedS
                 f"{path} is damaged: shard {number} has {name} of {len(values[name])} buckets"
             )
     try:
-        for name in row["columns"]:
-            check_column_name(name)
-            where = f"column {name}"
-            columns[name] = from_dict(PackedColumn, row["columns"][name], where=where)
-    except (ConfigError, TypeError) as error:
+        for name, content in row["columns"].items():
+            columns[name] = from_dict(PackedColumn, content, where=f"column {name}")
+            check_column(name, columns[name].spec)
+    except (ConfigError, KeyError, AttributeError) as error:
         raise FormatError(f"{path} is damaged: shard {number}: {error}") from error
     paths = {name: _resolve(path, number, row[name]) for name in _PATHS}
     return PackedShard(**values | paths | {"columns": columns})
@@ -432,24 +416,13 @@ def save_shards(
     ``plan`` has the keys ``PLAN``; paths of ``shards`` are relative to the working directory.
     """
     path = manifest_path(path)
-    has_weights = any(shard.weights for shard in shards)
-    has_columns = any(shard.columns for shard in shards)
-    version = VERSION_OF_WEIGHTS if has_weights else VERSION
-    version = VERSION_OF_COLUMNS if has_columns else version
-    head = {"format": FORMAT, "version": version, **{name: plan[name] for name in PLAN}}
+    head = {"format": FORMAT, "version": VERSION, **{name: plan[name] for name in PLAN}}
     if arranged is not None:
         head["arranged"] = vars(arranged)
     rows = [
         {**to_dict(shard), **{name: related(path, getattr(shard, name)) for name in _PATHS}}
         for shard in shards
     ]
-    for row in rows:  # an optional field is left out if it says nothing
-        if not has_weights:
-            del row["weights"]
-        if not has_columns:
-            del row["columns"]
-        if row["document_begin_token"] is None:
-            del row["document_begin_token"]
     digest = _digest({**head, "shards": rows})
     with local_output_file(path) as local, atomic_write(local, "w") as file:
         file.write(json.dumps(head)[:-1] + ', "shards": [\n ')

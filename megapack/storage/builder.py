@@ -1,7 +1,5 @@
 """``IndexedDatasetBuilder``: write documents to disk, byte for byte as megatron-core does.
 
-``write_weights`` writes loss weights for documents that exist already.
-
 Three documents, one by one and many at once::
 
     with IndexedDatasetBuilder("corpus", np.uint16) as builder:
@@ -30,8 +28,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from megapack.errors import DataError
 from megapack.storage.columns import ColumnSpec, ColumnWriter
-from megapack.storage.dataset import read_document_lengths
-from megapack.storage.index_file import WEIGHTS, Tokens, path_of, pick_dtype, prefix_of
+from megapack.storage.index_file import path_of, pick_dtype, prefix_of
 from megapack.storage.index_writer import (
     MAX_SEQUENCE_LENGTH,
     ArrayLayout,
@@ -43,12 +40,9 @@ from megapack.storage.index_writer import (
 from megapack.storage.locks import WriterLock
 from megapack.storage.metadata import check_metadata
 from megapack.storage.tokens import (
-    LOSS_WEIGHTS,
-    NUM_LOSS_WEIGHTS,
     InputDataset,
     TokenLimits,
     TokenWriter,
-    as_loss_weights,
     as_tokens,
 )
 
@@ -67,18 +61,18 @@ class IndexedDatasetBuilder:
     Args:
         prefix: the files' common name.
         dtype: token type on disk: int32 or uint16 (every host reads them), or int8, uint8, int16,
-            int64. With float16, the documents are loss weights, one number per token of the dataset
-            they belong to (its prefix and ``.weights``); their bits are stored as uint16
-            (``as_loss_weights``).
+            int64.
         multimodal: store a mode (int8) per sequence.
         vocab_size: number of token ids; ids must be smaller. Recorded in the meta file.
-        allow_negative: accept negative values, such as -100 in label datasets.
+        allow_negative: accept negative values.
         metadata: facts for the meta file that JSON can represent (tokenizer, command, ...).
         durable: if False, do not wait for the disk. After a crash of the machine (not the process)
             files with final names may be damaged, so readers must check their checksums.
         overwrite: replace a dataset at ``prefix``.
         columns: types of the dataset's columns by name. Each call that adds tokens then needs
             ``columns``: name -> rows (see ``ColumnSpec.rows``), one per token, for every column.
+            Columns named labels and weights make the labels and the loss mask of batches; their
+            types are ``storage.columns.INTERPRETED``.
 
     Raises:
         ConfigError: a column cannot have its name.
@@ -103,10 +97,6 @@ class IndexedDatasetBuilder:
         self.multimodal = multimodal
         self._durable = durable
         self.metadata = dict(metadata or {})
-        self._as_stored: Callable[[Any], Tokens] = as_tokens
-        if _is_float16(dtype):
-            dtype, vocab_size, self._as_stored = np.uint16, NUM_LOSS_WEIGHTS, as_loss_weights
-            self.metadata |= LOSS_WEIGHTS
         self.dtype = pick_dtype(dtype)
         check_metadata(self.metadata)
         limits = TokenLimits(self.dtype, vocab_size, allow_negative)
@@ -151,7 +141,7 @@ class IndexedDatasetBuilder:
         dataset is multimodal. Raises DataError if an id is outside the dtype or the vocabulary, or
         if a column does not have one row of its type per token."""
         self._require_open()
-        ids = self._as_stored(tokens)
+        ids = as_tokens(tokens)
         _check_length(ids.size)
         if self.multimodal:
             _check_modes([mode])
@@ -183,7 +173,7 @@ class IndexedDatasetBuilder:
             self.add_item(tokens, columns=columns)
         else:
             self._require_open()
-            ids = self._as_stored(tokens)
+            ids = as_tokens(tokens)
             lengths = [ids.size] if lengths is None else [operator.index(n) for n in lengths]
             if any(length < 0 for length in lengths) or sum(lengths) != ids.size:
                 raise DataError(
@@ -213,7 +203,7 @@ class IndexedDatasetBuilder:
         columns do not fit."""
         self._require_open()
         self._log.require_closed()
-        ids, bounds = self._as_stored(flat_tokens), np.asarray(offsets)
+        ids, bounds = as_tokens(flat_tokens), np.asarray(offsets)
         lengths = _lengths_between(bounds, ids.size)
         append = partial(self._tokens.append, ids, bounds, first_document=self.num_documents)
         self._append(columns, ids.size, append)
@@ -237,11 +227,6 @@ class IndexedDatasetBuilder:
             raise DataError(
                 f"{dataset.prefix} has {dataset.dtype.name} tokens, this dataset "
                 f"{self.dtype.name}; merge(..., dtype=...) converts"
-            )
-        if dataset.holds_weights != (self._as_stored is as_loss_weights):
-            raise DataError(
-                f"one of {dataset.prefix} and {self.prefix} contains tokens, the other loss "
-                "weights; add datasets of the same kind"
             )
         specs = {name: entry.spec for name, entry in dataset.columns.items()}
         if specs != {writer.name: writer.spec for writer in self._columns}:
@@ -316,7 +301,7 @@ class IndexedDatasetBuilder:
         all_rows = []
         for writer in self._columns:
             try:
-                rows = writer.spec.rows(given[writer.name])
+                rows = writer.rows(given[writer.name])
                 if len(rows) != num_tokens:
                     raise DataError(f"{len(rows)} rows for {num_tokens} tokens; give one per token")
             except DataError as error:
@@ -360,13 +345,6 @@ def _named(columns: Iterable[str]) -> str:
     return ", ".join(sorted(columns)) or "none"
 
 
-def _is_float16(dtype: DTypeLike) -> bool:
-    try:
-        return np.dtype(dtype) == np.float16
-    except TypeError:
-        return False
-
-
 def _check_length(length: int) -> None:
     if length > MAX_SEQUENCE_LENGTH:
         raise DataError(
@@ -396,34 +374,3 @@ def _lengths_between(offsets: NDArray[Any], num_tokens: int) -> NDArray[np.int32
         raise DataError(f"offsets decrease after document {int(lengths.argmin())}")
     _check_length(int(lengths.max(initial=0)))
     return lengths.astype(np.int32)
-
-
-# ---- Loss weights for documents that exist already -----------------------------------------------
-
-
-def write_weights(prefix: str | os.PathLike[str], weights: Iterable[Any], **options: Any) -> None:
-    """Write ``<prefix>.weights``, the loss weights of the documents at ``prefix``.
-
-        write_weights("corpus", map(numpy.load, sorted(Path("weights").glob("*.npy"))))
-
-    ``weights`` yields, for every document in order, one number per token (``as_loss_weights``);
-    ``options`` are those of ``IndexedDatasetBuilder``: metadata, overwrite. Raises DataError if a
-    document does not have one weight per token, if there are too few or too many documents, or if a
-    weight cannot be stored.
-    """
-    lengths = read_document_lengths(prefix).tolist()
-    with IndexedDatasetBuilder(prefix_of(prefix) + WEIGHTS, np.float16, **options) as builder:
-        for document, values in enumerate(weights):
-            if document >= len(lengths) or len(values) != lengths[document]:
-                known = document < len(lengths)
-                limit = f"has {lengths[document]} tokens" if known else "does not exist"
-                raise DataError(
-                    f"there are {len(values)} weights for document {document}, which {limit} in "
-                    f"{prefix}; give one weight per token of each document"
-                )
-            builder.add_document(values)
-        if builder.num_documents < len(lengths):
-            raise DataError(
-                f"there are weights for {builder.num_documents} documents, and {prefix} has "
-                f"{len(lengths)}; give one array per document"
-            )

@@ -3,7 +3,8 @@
 - ``add_column``, ``remove_column``: change the columns of a local dataset
 - ``spec_of``: type of a column with the numbers of an array
 - ``write_rows``: append the rows of a whole dataset to a ``ColumnWriter``, block by block
-- ``export_column``: write a column to a .npy file
+- ``export_column``, ``export_dataset``: write a column to a .npy file, or as a dataset
+- ``values_of_dataset``: the tokens of a dataset as values of a column
 
 Two documents of 3 and 2 tokens::
 
@@ -23,20 +24,29 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from megapack.errors import ConfigError, DataError, FormatError
+from megapack.errors import ConfigError, DataError, FormatError, IndexMismatchError
 from megapack.storage.address import is_remote
 from megapack.storage.columns import (
     DTYPES,
+    INTERPRETED,
+    LABELS,
+    WEIGHTS,
     Column,
     ColumnSpec,
     ColumnWriter,
-    check_column_name,
+    check_column,
     column_path,
+    column_spec,
 )
-from megapack.storage.dataset import read_document_lengths
+from megapack.storage.dataset import IndexedDataset, read_document_lengths
 from megapack.storage.files import atomic_write, check_target, file_identity, open_regular
-from megapack.storage.index_file import prefix_of
-from megapack.storage.index_writer import DatasetContent, write_meta
+from megapack.storage.index_file import CODE_OF_DTYPE, path_of, pick_dtype, prefix_of
+from megapack.storage.index_writer import (
+    DatasetContent,
+    check_prefix,
+    publish_dataset,
+    write_meta,
+)
 from megapack.storage.locks import WriterLock
 from megapack.storage.metadata import (
     COLUMNS,
@@ -48,29 +58,73 @@ from megapack.storage.metadata import (
     stretch_checksum,
     stretches_of,
 )
-from megapack.storage.tokens import InputDataset, scan_tokens
+from megapack.storage.remote.copies import local_copy
+from megapack.storage.tokens import (
+    InputDataset,
+    TokenLimits,
+    TokenWriter,
+    as_tokens,
+    scan_tokens,
+)
 
 T = TypeVar("T")
 _BLOCK_BYTES = 1 << 22
 
 
 def spec_of(
+    name: str,
     values: NDArray[Any],
     *,
     dtype: str | None = None,
-    fill: float = 0,
-    of: Literal["token", "target"] = "token",
+    fill: float | None = None,
+    of: Literal["token", "target"] | None = None,
 ) -> ColumnSpec:
     """Return the type of a column with one row per token, (num_tokens, *shape). ``dtype`` is that
-    of the array by default; arrays of ml_dtypes.bfloat16 in .npy files need ``bfloat16``. Raises
-    ConfigError if no column can have the dtype or the shape."""
-    name = values.dtype.name if dtype is None else dtype
-    if dtype is None and name not in DTYPES:
+    of the array by default, for labels and weights the usual one if they cannot have it; arrays of
+    ml_dtypes.bfloat16 in .npy files need ``bfloat16``. ``fill`` and ``of`` as in ``column_spec``.
+    Raises ConfigError if no column can have the dtype or the shape."""
+    if dtype is None and name in INTERPRETED and not (name == LABELS and values.dtype.kind == "i"):
+        dtype = INTERPRETED[name].dtype
+    if dtype is None and values.dtype.name not in DTYPES:
         raise ConfigError(
-            f"the values are {name}; a column has one of {', '.join(DTYPES)}: name one (--dtype, "
-            "dtype=)"
+            f"the values are {values.dtype.name}; a column has one of {', '.join(DTYPES)}: name "
+            "one (--dtype, dtype=)"
         )
-    return ColumnSpec(dtype=name, shape=values.shape[1:], fill=fill, of=of)
+    return column_spec(name, dtype or values.dtype.name, values.shape[1:], fill=fill, of=of)
+
+
+def values_of_dataset(
+    name: str, source: str | os.PathLike[str], prefix: str | os.PathLike[str]
+) -> NDArray[Any]:
+    """Return the tokens of a dataset as the values of a column of another one.
+
+    GPT-NeoX has labels as such a dataset, and so had earlier versions of megapack. Those wrote loss
+    weights as the bits of float16, with ``loss_weights`` in the meta file.
+
+    Args:
+        name: of the column.
+        source: dataset with a number for each token; it is local.
+        prefix: dataset that gets the column.
+
+    Raises:
+        IndexMismatchError: their documents do not have the same lengths.
+        FormatError: a dataset is damaged, or weights are not marked as such.
+        ConfigError: ``source`` is an address.
+    """
+    dataset = IndexedDataset(_local_prefix(source))
+    if not np.array_equal(dataset.document_lengths, read_document_lengths(prefix)):
+        raise IndexMismatchError(
+            f"the documents of {dataset.prefix} and {prefix} have different lengths: give the "
+            f"dataset that was written with {prefix}"
+        )
+    is_float16 = (dataset.meta or {}).get("loss_weights") == "float16"
+    if name == WEIGHTS and not is_float16:
+        raise FormatError(
+            f"{dataset.prefix}.meta.json does not contain loss_weights: float16: copy the original "
+            "meta file, or give the weights as FILE.npy"
+        )
+    tokens: NDArray[Any] = dataset.tokens
+    return tokens.view(np.float16) if is_float16 else tokens
 
 
 def write_rows(writer: ColumnWriter, values: Any, lengths: Iterable[int] | int) -> None:
@@ -119,7 +173,7 @@ def write_rows(writer: ColumnWriter, values: Any, lengths: Iterable[int] | int) 
 
 def _rows(writer: ColumnWriter, values: Any, where: str) -> NDArray[Any]:
     try:
-        return writer.spec.rows(values)
+        return writer.rows(values)
     except DataError as error:
         raise DataError(f"column {writer.name}, {where}: {error}") from error
 
@@ -157,7 +211,7 @@ def add_column(
         LockedError: another process writes the dataset.
     """
     prefix = _local_prefix(prefix)
-    check_column_name(name)
+    check_column(name, spec)
     check_metadata(metadata or {})
     with WriterLock(prefix, what="adding a column"):
         meta = _meta_of(prefix)
@@ -266,6 +320,49 @@ def find_column(columns: Mapping[str, T], name: str, prefix: str) -> T:
         names = ", ".join(columns) or "no columns"
         raise ConfigError(f"{prefix} has no column {name!r}; it has {names}")
     return columns[name]
+
+
+def export_dataset(
+    prefix: str | os.PathLike[str],
+    name: str,
+    output: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+) -> None:
+    """Write a column of integers as a dataset with the same sequences and documents, which
+    GPT-NeoX reads as labels.
+
+    Args:
+        prefix: dataset with the column; may be an address.
+        name: of the column.
+        output: prefix of the new, local dataset.
+        overwrite: replace a dataset at ``output``.
+
+    Raises:
+        ConfigError: there is no such column, ``output`` exists or is an address, or a dataset
+            cannot have the column's type.
+    """
+    output = _local_prefix(output)
+    with local_copy(prefix) as local, WriterLock(output, what="exporting a column"):
+        column = find_column(IndexedDataset(local).columns, name, os.fspath(prefix))
+        if column.spec.shape or column.spec.dtype not in CODE_OF_DTYPE:
+            raise ConfigError(
+                f"column {name} is {column.spec}, and a dataset has one of "
+                f"{', '.join(CODE_OF_DTYPE)} per token: write it to a FILE.npy"
+            )
+        check_prefix(output, overwrite=overwrite, difference="files are not compared")
+        dtype = pick_dtype(column.spec.dtype)
+        limits = TokenLimits(dtype, allow_negative=dtype.kind == "i")
+        writer = TokenWriter(path_of(output, ".bin"), limits)
+        try:
+            writer.append(as_tokens(column.rows), first_document=0)
+            layouts = [InputDataset(local).layout]
+            content = DatasetContent(
+                dtype=dtype, layouts=layouts, tokens=writer.finish(), vocab_size=None, metadata={}
+            )
+            publish_dataset(output, content, writer.target)
+        finally:
+            writer.target.discard()
 
 
 def export_column(column: Column, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:

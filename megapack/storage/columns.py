@@ -1,6 +1,7 @@
 """Columns: data that belongs to the tokens of a dataset, such as advantages or teacher logits.
 
 - ``ColumnSpec``: type of a column; ``column_entries``: columns that a meta file lists
+- ``LABELS``, ``WEIGHTS``: columns that make the labels and the loss mask of a batch
 - ``Column``: an open column; ``open_column`` maps its file
 - ``ColumnWriter``: write ``<prefix>.<name>.col`` under a temporary name
 
@@ -26,7 +27,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -51,7 +52,7 @@ DTYPES = (
     *("float16", "bfloat16", "float32"),
 )
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
-# Names of a batch, and companion files of a dataset.
+# Names of a batch, and companion files of a dataset; columns of ``INTERPRETED`` may have them.
 RESERVED = {
     *("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens", "cu_seqlens_padded"),
     *("max_seqlen", "dataset_ids", "weights", "groups", "sample_ids", "source", "capacity"),
@@ -214,6 +215,73 @@ def _check_each(fits: NDArray[np.bool_], array: NDArray[Any], spec: ColumnSpec) 
         raise DataError(f"column value {array[~fits].flat[0]} is outside {spec.dtype}")
 
 
+# ---- Labels and loss weights ---------------------------------------------------------------------
+
+LABELS, WEIGHTS = "labels", "weights"
+# Their types. Labels are not shifted; a negative label means no loss. Any signed integer dtype.
+INTERPRETED = {
+    LABELS: ColumnSpec(dtype="int32", of="target", fill=-100),
+    WEIGHTS: ColumnSpec(dtype="float16", of="target"),
+}
+
+
+def check_column(name: str, spec: ColumnSpec) -> None:
+    """Raise ConfigError unless a column can have this name and, if it makes the labels or the loss
+    mask of batches, this type."""
+    check_column_name(name)
+    needed = INTERPRETED.get(name, spec)
+    if name == LABELS and spec.dtype.startswith("int"):
+        needed = replace(needed, dtype=spec.dtype)
+    if spec != needed:
+        raise ConfigError(
+            f"column {name} is {spec}; megapack makes {name} of batches of it, so it must be "
+            f"{needed}: give it this type, or another name"
+        )
+
+
+def column_spec(
+    name: str,
+    dtype: str,
+    shape: tuple[int, ...] = (),
+    *,
+    fill: float | None = None,
+    of: Literal["token", "target"] | None = None,
+) -> ColumnSpec:
+    """Return a column's type. ``fill`` is 0 and ``of`` is ``token`` by default, except for labels
+    and weights. Raises ConfigError if the column cannot have this type."""
+    usual = INTERPRETED.get(name, ColumnSpec(dtype=dtype, shape=shape))
+    fill = usual.fill if fill is None else fill
+    spec = ColumnSpec(dtype=dtype, shape=shape, fill=fill, of=of or usual.of)
+    check_column(name, spec)
+    return spec
+
+
+def rows_of(name: str, spec: ColumnSpec, values: Any) -> NDArray[Any]:
+    """Return ``spec.rows(values)`` for a column of this name. Raises DataError also for a loss
+    weight that is negative, not finite, or so small that it would be stored as 0 (below 3e-8)."""
+    if name != WEIGHTS:
+        return spec.rows(values)
+    if hasattr(values, "detach"):  # torch.Tensor, without importing torch
+        values = values.detach().cpu().double().numpy()
+    try:
+        numbers = np.asarray(values)
+    except ValueError as error:
+        raise DataError(f"loss weights have rows of different shapes: {error}") from error
+    if numbers.dtype.kind not in "biuf" and numbers.size:
+        raise DataError(f"loss weights are {numbers.dtype}, not numbers")
+    numbers = numbers.astype(np.float64)
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        halves = numbers.astype(np.float16)
+    fits = np.isfinite(halves) & (numbers >= 0) & ((halves > 0) == (numbers > 0))
+    if not fits.all():
+        at = int(np.flatnonzero(~fits)[0])
+        raise DataError(
+            f"loss weight {at} is {numbers.flat[at]}; weights are 0, or from 6e-08 to 65504 "
+            "(float16)"
+        )
+    return spec.rows(np.abs(halves))  # -0 has a sign bit
+
+
 # ---- Entries of the meta file --------------------------------------------------------------------
 
 
@@ -257,8 +325,8 @@ def column_entries(meta: Mapping[str, Any] | None, where: object) -> dict[str, C
     entries: dict[str, ColumnEntry] = {}
     for name, content in sorted((meta or {}).get(COLUMNS, {}).items()):
         try:
-            check_column_name(name)
             entry = from_dict(ColumnEntry, content, where=f"{where}: column {name}")
+            check_column(name, entry.spec)
             sizes = [size for size, _ in entry.checksums]
             expected = (meta or {})["num_tokens"] * entry.spec.row_bytes
             if sum(sizes) != entry.bytes or entry.bytes != expected or min(sizes, default=1) < 1:
@@ -278,7 +346,7 @@ def check_column_name(name: str) -> None:
             f"column name {name!r} is not valid: use up to 64 lower-case letters, digits and _, "
             "beginning with a letter"
         )
-    if name in RESERVED:
+    if name in RESERVED - INTERPRETED.keys():
         raise ConfigError(f"column name {name!r} is a name of megapack's batches; choose another")
 
 
@@ -408,14 +476,18 @@ class ColumnWriter:
     """
 
     def __init__(self, prefix: str | os.PathLike[str], name: str, spec: ColumnSpec) -> None:
-        check_column_name(name)
+        check_column(name, spec)
         self.name, self.spec, self.num_rows = name, spec, 0
         self.target = AtomicFile(column_path(prefix, name))
         self._buffer = bytearray()  # rows that are not in the file yet
         self._stretches = _Stretches()
 
+    def rows(self, values: Any) -> NDArray[Any]:
+        """Return values as stored (``rows_of``)."""
+        return rows_of(self.name, self.spec, values)
+
     def append(self, rows: NDArray[Any]) -> None:
-        """Write rows (from ``ColumnSpec.rows``)."""
+        """Write rows (from ``rows``)."""
         data = rows.reshape(-1).view(np.uint8).data
         if len(self._buffer) + len(data) > _BUFFER_BYTES:
             self._flush()

@@ -3,7 +3,7 @@
 - ``IndexedDataset``: Megatron's .bin/.idx pair, local or remote, and its columns
 - ``read_document_lengths``, ``open_index``, ``read_lengths_file``: read lengths without tokens
 - ``read_documents``: read a list of document ids from a file, to mask or pack those documents
-- ``open_labels``, ``open_weights``: a label and a loss weight for each token of the documents
+- ``check_converted``: refuse labels and loss weights that earlier versions wrote
 
 Two documents, [7, 8, 0] and [9, 0] ::
 
@@ -17,23 +17,28 @@ from __future__ import annotations
 import json
 import operator
 import os
+from collections.abc import Container
 from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import numpy as np
 import xxhash
 from numpy.typing import DTypeLike, NDArray
 
 from megapack import _core
-from megapack.errors import ConfigError, DataError, FormatError, IndexMismatchError
+from megapack.errors import ConfigError, DataError, FormatError
 from megapack.storage.address import is_remote
-from megapack.storage.columns import Column, column_entries, open_column
+from megapack.storage.columns import (
+    INTERPRETED,
+    Column,
+    column_entries,
+    column_path,
+    open_column,
+)
 from megapack.storage.files import file_identity
 from megapack.storage.index_file import (
-    LABELS,
-    WEIGHTS,
     IndexFile,
     dtype_of_code,
     map_file,
@@ -47,7 +52,7 @@ from megapack.storage.metadata import (
     sampled_checksum,
 )
 from megapack.storage.remote.reader import RemotePair, RemoteRows, exists, open_remote_pair
-from megapack.storage.tokens import holds_weights, open_npy
+from megapack.storage.tokens import open_npy
 
 
 class BinReader:
@@ -452,79 +457,29 @@ def read_documents(path: str | Path) -> NDArray[np.int64]:
     return np.unique(ids.astype(np.int64))
 
 
-# ---- Labels and loss weights: datasets with one number per token of the documents ----------------
-
-LabelDocuments: TypeAlias = IndexedDataset | str | os.PathLike[str] | Literal["auto"] | None
+# ---- Labels and loss weights as earlier versions wrote them --------------------------------------
 
 
-def open_labels(
-    documents: IndexedDataset, labels: LabelDocuments = "auto"
-) -> IndexedDataset | None:
-    """Open the labels of documents: not shifted, negative for tokens without loss.
+def check_converted(prefix: str, columns: Container[str]) -> None:
+    """Check that no labels or loss weights would be ignored.
 
-    ``labels`` is the dataset or its prefix; ``auto`` opens ``<prefix>.labels`` if it exists.
-    Returns None without labels: then each token is the label of the token before it. Raises
-    IndexMismatchError if the labels belong to different documents, and FormatError or OSError if
-    files are damaged or missing.
+    ``columns`` are those of the dataset. Raises ConfigError if earlier versions wrote others, the
+    datasets ``<prefix>.labels`` and ``<prefix>.weights``, with the command that makes a column; and
+    FormatError if the file of such a column exists that the meta file does not list.
     """
-    return _open_companion(documents, labels, LABELS)
-
-
-def open_weights(
-    documents: IndexedDataset, weights: LabelDocuments = "auto"
-) -> IndexedDataset | None:
-    """Open the loss weights of documents: for each token, the factor on the loss of predicting it.
-
-    ``.tokens.view(numpy.float16)`` contains the numbers (``as_loss_weights``). Arguments and errors
-    are those of ``open_labels``, for ``<prefix>.weights``. Returns None without weights: then all
-    are 1.
-    """
-    opened = _open_companion(documents, weights, WEIGHTS)
-    if opened is not None and not holds_weights(opened.meta):
-        raise FormatError(
-            f"{opened.prefix}.meta.json does not contain loss_weights: float16; copy the original "
-            "meta file, or write the weights with IndexedDatasetBuilder(prefix, numpy.float16)"
-        )
-    return opened
-
-
-def weights_identity(weights: IndexedDataset) -> str:
-    """Return a digest of the meta file's checksums of .bin; .bin is not read."""
-    return xxhash.xxh3_64_hexdigest(repr((weights.meta or {}).get("bin")).encode())
-
-
-def _open_companion(
-    documents: IndexedDataset, companion: LabelDocuments, ending: str
-) -> IndexedDataset | None:
-    """Open a companion dataset and check that its counts match the documents'."""
-    if companion == "auto":
-        companion = documents.prefix + ending
-        if not IndexedDataset.exists(companion):
-            return None
-    if companion is None:
-        return None
-    if not isinstance(companion, IndexedDataset):
-        companion = IndexedDataset(companion)
-    for name in ("num_documents", "num_tokens"):
-        actual, expected = getattr(companion, name), getattr(documents, name)
-        if actual != expected:
-            raise IndexMismatchError(
-                f"{ending[1:]} {companion.prefix} and documents {documents.prefix} do not belong "
-                f"together: {name} is {actual} and {expected}; write both in one run"
+    for name in INTERPRETED:
+        if name in columns:
+            continue
+        old = f"{prefix}.{name}"
+        if not is_remote(prefix) and (path := column_path(prefix, name)).exists():
+            raise FormatError(
+                f"{path} exists, but the meta file does not list column {name}: restore the meta "
+                "file from a copy, write the column again, or delete this file"
             )
-    return companion
-
-
-def label_list(labels: Any, num_datasets: int, what: str = "label") -> list[LabelDocuments]:
-    """Return one entry per dataset; "auto" and None apply to all. Raises ConfigError if the number
-    of entries is wrong."""
-    if isinstance(labels, (list, tuple)):
-        listed = list(labels)
-    else:
-        listed = [labels] * (num_datasets if labels in ("auto", None) else 1)
-    if len(listed) != num_datasets:
-        raise ConfigError(
-            f"{len(listed)} {what} datasets for {num_datasets} datasets; give one entry per "
-            "dataset ('auto' and None are allowed)"
-        )
-    return listed
+        if IndexedDataset.exists(old):
+            first = "download both datasets and, where they are, " if is_remote(prefix) else ""
+            raise ConfigError(
+                f"{old} is a dataset, as earlier versions of megapack wrote {name}: {first}make it "
+                f"a column with `megapack-build column add {prefix} {name} {old}`, then delete "
+                f"{old}.*"
+            )

@@ -43,10 +43,10 @@ from megapack.errors import ConfigError, DataError, FormatError
 from megapack.storage.files import file_identity, open_regular
 from megapack.storage.index_file import MAGIC, path_of, pick_dtype, prefix_of
 from megapack.storage.index_writer import MAX_SEQUENCE_LENGTH, ArrayLayout
-from megapack.storage.metadata import TokenFacts, matching_meta, own_metadata, read_meta
+from megapack.storage.metadata import TokenFacts, matching_meta, own_metadata
 from megapack.storage.signatures import LLM_C_MAGICS, recognize
 from megapack.storage.survey import REPAIR, Survey, survey
-from megapack.storage.tokens import holds_weights, open_npy
+from megapack.storage.tokens import open_npy
 
 _LLM_C_HEADER_BYTES = 1024
 _LLM_C_VERSIONS = {20240520: 1, 20240801: 7}
@@ -110,10 +110,6 @@ def _mmididx(path: Path, _: DTypeLike | None) -> Foreign:
             remedy = command.sub(lambda match: f"`{REPAIR} {prefix}{match[1]}`", finding.remedy)
             raise FormatError(f"{finding.message} -> {remedy}")
     meta = _meta_of(prefix, facts, dtype)
-    if holds_weights(meta):
-        raise ConfigError(
-            f"{prefix} contains loss weights, which belong next to their documents: copy its files"
-        )
     ends = None if layout.header.lacks_document_indices else layout.ends()
     modes = np.concatenate([*layout.mode_blocks()]) if facts.is_multimodal else None
     return Foreign(
@@ -130,11 +126,8 @@ def _mmididx(path: Path, _: DTypeLike | None) -> Foreign:
 
 
 def _meta_of(prefix: str, facts: Survey, dtype: np.dtype[Any]) -> dict[str, Any] | None:
-    """Return megapack's meta file if it describes this .idx or loss weights, else None."""
+    """Return megapack's meta file if it describes this .idx, else None."""
     with contextlib.suppress(FormatError):  # a file of that name may be another tool's
-        meta = read_meta(prefix)
-        if holds_weights(meta):
-            return meta
         return matching_meta(prefix, dtype.name, facts.layout.header, facts.num_tokens)
     return None
 

@@ -20,13 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 from numpy.typing import DTypeLike, NDArray
 
 from megapack.errors import ConfigError, DataError, FormatError
-from megapack.storage.builder import IndexedDatasetBuilder
 from megapack.storage.column_edits import write_rows
-from megapack.storage.columns import ColumnSpec, ColumnWriter, column_path
+from megapack.storage.columns import INTERPRETED, LABELS, ColumnSpec, ColumnWriter, column_path
 from megapack.storage.files import (
     AtomicFile,
     Publishable,
@@ -36,7 +34,7 @@ from megapack.storage.files import (
     remove_leftovers,
 )
 from megapack.storage.foreign import KINDS, Foreign, detect, open_foreign
-from megapack.storage.index_file import COMPANIONS, LABELS, path_of, prefix_of
+from megapack.storage.index_file import COMPANIONS, path_of, prefix_of
 from megapack.storage.index_writer import (
     ArrayLayout,
     DatasetContent,
@@ -66,8 +64,6 @@ from megapack.storage.tokens import TokenLimits, TokenWriter, as_tokens
 
 LINKS = ("auto", "hard", "symbolic", "copy")
 SEPARATED = ("end", "start", "both")
-MASKED = -100
-_LABEL_BLOCK = 1 << 20  # tokens
 
 
 @dataclass(frozen=True)
@@ -155,8 +151,8 @@ def import_dataset(
 
     The .bin is a link to the file if that contains only tokens; otherwise tokens are copied.
     Documents keep their order and sequences. All tokens are read once, for their checksum and
-    range. A loss mask becomes labels, ``<output>.labels``. If the same dataset exists already,
-    nothing is done.
+    range. A loss mask becomes the column ``labels``. If the same dataset exists already, nothing is
+    done.
 
     Args:
         path: file or prefix. If it is ``<output>.bin`` itself, that file stays unchanged.
@@ -195,7 +191,7 @@ def import_dataset(
     if kind == "mmididx" and prefix_of(path) != output:
         _refuse_companions(prefix_of(path))
     with (
-        local_output(output, [output, output + LABELS], overwrite=overwrite) as target,
+        local_output(output, overwrite=overwrite) as target,
         WriterLock(target, what="import"),
     ):
         bin_path = path_of(target, ".bin")
@@ -211,6 +207,8 @@ def import_dataset(
             raise ConfigError(f"{bin_path} is the input and has a header; choose another output")
         with ExitStack() as unpublished:
             writers = _column_writers(target, columns or {}, source, unpublished)
+            if source.foreign.mask_path is not None:
+                writers.append(_labels_of_mask(target, source, unpublished))
             keeps_bin = keeps_bin and source.foreign.pointers is None
             how = _write(
                 source, target, link, keeps_bin=keeps_bin, overwrite=overwrite, columns=writers
@@ -243,6 +241,10 @@ def _column_writers(
 ) -> list[ColumnWriter]:
     """Write the columns under temporary names, which ``unpublished`` removes."""
     foreign, writers = source.foreign, []
+    if LABELS in columns and foreign.mask_path is not None:
+        raise ConfigError(
+            f"{foreign.mask_path} gives labels already: remove it, or leave out --column {LABELS}"
+        )
     for name, (values, spec) in columns.items():
         writers.append(ColumnWriter(target, name, spec))
         unpublished.callback(writers[-1].target.discard)
@@ -265,10 +267,9 @@ def _write(
     overwrite: bool,
     columns: list[ColumnWriter],
 ) -> str | None:
-    """Write the dataset and its labels. Return how .bin was made, or None if all files existed."""
+    """Publish the dataset. Return how .bin was made, or None if all files existed."""
     foreign, layout, how = source.foreign, source.layout, "unchanged"
     bin_path, tokens = path_of(target, ".bin"), source.facts
-    write_labels = _write_labels_of(source, target, overwrite)
     bin_file: Publishable | None = None
     try:
         if foreign.pointers is not None:
@@ -292,7 +293,6 @@ def _write(
             keeps_bin=keeps_bin,
             columns=content.columns,
         )
-        write_labels()
         if not is_new:
             return None
         if bin_file is None and not keeps_bin:
@@ -305,63 +305,29 @@ def _write(
     return how
 
 
-def _write_labels_of(source: _Source, target: str, overwrite: bool) -> Callable[[], None]:
-    """Check the loss mask; return a function that writes the labels of masked tokens."""
-    foreign, prefix = source.foreign, target + LABELS
-    existing = read_meta(prefix) or {}
-    if foreign.mask_path is None:
-        if "mask" in existing:
-            raise ConfigError(
-                f"{prefix} contains labels of an earlier import, and {foreign.tokens_path} has no "
-                f"mask: remove {prefix}.*, or choose another output"
-            )
-        return lambda: None
-    num_masked = 0
-    with open_regular(foreign.mask_path) as file:
-        for block in read_array_blocks(file, np.uint8, foreign.num_tokens):
-            if block.max() > 1:
+def _labels_of_mask(target: str, source: _Source, unpublished: ExitStack) -> ColumnWriter:
+    """Write labels, -100 where the loss mask is 0, under a temporary name, which ``unpublished``
+    removes."""
+    foreign, mask_path = source.foreign, source.foreign.mask_path
+    assert mask_path is not None
+    dtype = "int64" if foreign.dtype.itemsize == 8 else "int32"
+    writer = ColumnWriter(target, LABELS, replace(INTERPRETED[LABELS], dtype=dtype))
+    unpublished.callback(writer.target.discard)
+    tokens, num_masked = mapped_tokens(foreign), 0
+    with open_regular(mask_path) as file:
+        for mask in read_array_blocks(file, np.uint8, foreign.num_tokens):
+            if mask.max() > 1:
                 raise FormatError(
-                    f"{foreign.mask_path} has the byte {int(block.max())}; a loss mask has only 0 "
-                    "and 1: restore it, or remove it to give every token loss"
+                    f"{mask_path} has the byte {int(mask.max())}; a loss mask has only 0 and 1: "
+                    "restore it, or remove it to give every token loss"
                 )
-            num_masked += block.size - int(np.count_nonzero(block))
-    digest = file_checksum(foreign.mask_path)
+            num_masked += mask.size - int(np.count_nonzero(mask))
+            labels = tokens[writer.num_rows : writer.num_rows + mask.size].astype(dtype)
+            writer.append(np.where(mask, labels, writer.spec.numpy_dtype.type(writer.spec.fill)))
+    digest = file_checksum(mask_path)
     source.metadata["loss_mask"] = {"masked_tokens": num_masked, "xxh3_128": digest}
-    source.notes.append(f"{num_masked} tokens without loss according to {foreign.mask_path.name}")
-    facts = {"labels": "token id where it carries loss, -100 elsewhere; not shifted"}
-    lengths = xxhash.xxh3_128_hexdigest(source.layout.lengths.tobytes())
-    # Identifies the mask and the documents that the labels belong to.
-    facts["mask"] = " ".join([digest, lengths, *(each for _, each in source.facts.checksums)])
-
-    def write() -> None:
-        is_same = existing.get("mask") == facts["mask"]
-        if not (is_same and path_of(prefix, ".idx").exists()):
-            _write_labels(foreign, source.layout, prefix, facts, overwrite or is_same)
-
-    return write
-
-
-def _write_labels(
-    foreign: Foreign, layout: ArrayLayout, prefix: str, facts: dict[str, Any], overwrite: bool
-) -> None:
-    assert foreign.mask_path is not None
-    dtype = np.int64 if foreign.dtype.itemsize == 8 else np.int32
-    offsets = np.concatenate([[0], np.cumsum(layout.lengths, dtype=np.int64)])
-    tokens = mapped_tokens(foreign)
-    mask = np.memmap(foreign.mask_path, np.uint8, "r") if tokens.size else np.zeros(0, np.uint8)
-    with IndexedDatasetBuilder(
-        prefix, dtype, allow_negative=True, metadata=facts, overwrite=overwrite
-    ) as builder:
-        first = 0
-        while first < layout.num_documents:
-            # Take as many whole documents as fit into a block, at least one.
-            limit = int(offsets[first]) + _LABEL_BLOCK
-            end = max(first + 1, int(np.searchsorted(offsets, limit, "right")) - 1)
-            begin, stop = int(offsets[first]), int(offsets[end])
-            block = slice(begin, stop)
-            labels = np.where(mask[block] != 0, tokens[block].astype(dtype), MASKED)
-            builder.add_documents(labels, offsets[first : end + 1] - begin)
-            first = end
+    source.notes.append(f"{num_masked} tokens without loss according to {mask_path.name}")
+    return writer
 
 
 def _check_ids(foreign: Foreign, tokens: TokenFacts) -> None:

@@ -61,7 +61,7 @@ def map_file(file: IO[Any]) -> NDArray[np.uint8]:
         if error.errno == errno.ENOMEM:
             raise MegapackError(
                 f"{file.name} cannot be mapped: this process has reached the limit of mappings; "
-                "raise vm.max_map_count (3 per file of a source, 4 with labels), or merge files"
+                "raise vm.max_map_count (3 per file of a source, and 1 per column), or merge files"
             ) from error
         raise OSError(error.errno, error.strerror, file.name) from None
 
@@ -150,9 +150,9 @@ _SPREAD_BLOCKS = 16  # blocks in the fingerprint that are spread evenly over the
 _LENGTH = struct.Struct("<i")
 _POINTER = struct.Struct("<q")
 
-# Endings of companion datasets: label and loss weight per token, group per document.
-LABELS, WEIGHTS, GROUPS = ".labels", ".weights", ".groups"
-COMPANIONS = (LABELS, WEIGHTS, GROUPS)
+GROUPS = ".groups"  # ending of a companion dataset: a group per document
+# Also those of datasets that earlier versions wrote: label and loss weight per token.
+COMPANIONS = (GROUPS, ".labels", ".weights")
 
 
 def path_of(prefix: str | os.PathLike[str], suffix: str) -> Path:

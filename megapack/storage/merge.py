@@ -21,6 +21,7 @@ from numpy.typing import DTypeLike
 from megapack.errors import ConfigError, DataError
 from megapack.storage.address import is_remote
 from megapack.storage.columns import ColumnSpec, ColumnWriter, fill_checksums
+from megapack.storage.dataset import check_converted
 from megapack.storage.index_file import path_of, pick_dtype, prefix_of
 from megapack.storage.index_writer import (
     DatasetContent,
@@ -80,8 +81,9 @@ def merge(
         False if nothing was done, because the meta files prove that the result exists already.
 
     Raises:
-        ConfigError: ``output`` is an existing, different dataset, an input, or not writable; or
-            ``remove_inputs`` with remote datasets, or after some inputs were removed already.
+        ConfigError: ``output`` is an existing, different dataset, an input, or not writable;
+            ``remove_inputs`` with remote datasets, or after some inputs were removed already; or an
+            input with labels or loss weights of an earlier version (``check_converted``).
         LockedError: another process writes ``output``.
         DataError: dtypes, columns, tokenizers or begin or end tokens differ, or an id does not fit.
         FormatError, OSError: an input is damaged, or a file cannot be read or written; no output is
@@ -99,6 +101,8 @@ def merge(
         target = stack.enter_context(local_output(output, overwrite=overwrite))
         copies = {p: stack.enter_context(local_copy(p)) for p in dict.fromkeys(prefixes)}
         inputs = [InputDataset(copies[prefix], multimodal) for prefix in prefixes]
+        for prefix, dataset in zip(prefixes, inputs, strict=True):
+            check_converted(prefix_of(prefix), dataset.columns)
         bin_path = path_of(target, ".bin")
         if any(bin_path.exists() and bin_path.samefile(each.bin_path) for each in inputs):
             raise ConfigError(f"the output {target} is also an input; choose another output")
@@ -106,7 +110,6 @@ def merge(
         if not allow_mixed_tokenizers:
             _check_tokenizers(inputs)
             _check_document_tokens(inputs)
-        _check_kinds(inputs, result_dtype)
         specs = _common_columns(inputs, missing_columns)
         limits = TokenLimits(result_dtype, _common_vocab_size(inputs), result_dtype.kind == "i")
         facts = {**common_metadata(dataset.meta for dataset in inputs), **(metadata or {})}
@@ -288,20 +291,6 @@ def _check_document_tokens(inputs: list[InputDataset]) -> None:
         raise DataError(
             f"{difference}. Build one of them again (--prepend-bos, --append-eod), or pass "
             "allow_mixed_tokenizers=True (--allow-mixed-tokenizers)"
-        )
-
-
-def _check_kinds(inputs: list[InputDataset], dtype: np.dtype[Any]) -> None:
-    """Raise DataError if loss weights (bits of float16) were merged with tokens or converted."""
-    kinds = {dataset.holds_weights: dataset.prefix for dataset in inputs}
-    if len(kinds) > 1:
-        raise DataError(
-            f"{kinds[True]} contains loss weights and {kinds[False]} tokens (or weights without "
-            "their .meta.json); merge them separately"
-        )
-    if True in kinds and dtype != np.uint16:
-        raise DataError(
-            f"{kinds[True]} contains loss weights, which cannot be converted: omit dtype"
         )
 
 

@@ -1,8 +1,7 @@
 """Check, convert and write the tokens of a .bin.
 
 - ``as_tokens``: ids from lists, arrays and tensors; ``TokenLimits``: accepted ids
-- ``open_npy``: the array of a .npy file, for import, lists of documents, groups and weights
-- ``as_loss_weights``: loss weights as a dataset stores them
+- ``open_npy``: the array of a .npy file, for import, lists of documents, groups and columns
 - ``scan_tokens``: checksum and range of the tokens in a file
 - ``TokenWriter``: a .bin under a temporary name
 - ``InputDataset``: a checked dataset whose tokens are copied to a new one
@@ -13,7 +12,7 @@ from __future__ import annotations
 import io
 import os
 from array import array
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -82,41 +81,6 @@ def open_npy(path: str | os.PathLike[str]) -> np.memmap[Any, Any]:
             f"{array.size} numbers; join arrays with numpy.concatenate, not their files"
         )
     return array
-
-
-LOSS_WEIGHTS = {"loss_weights": "float16"}  # metadata that marks a dataset of loss weights
-NUM_LOSS_WEIGHTS = 0x7C00  # number of bit patterns below that of infinity
-
-
-def holds_weights(meta: Mapping[str, Any] | None) -> bool:
-    """Return whether a dataset contains loss weights, according to its meta file."""
-    return LOSS_WEIGHTS.items() <= (meta or {}).items()
-
-
-def as_loss_weights(weights: Any) -> Tokens:
-    """Return loss weights as float16 bits in uint16, a type that token files can have.
-
-        as_loss_weights([1, 0.5, 0]).view(np.float16)     # -> [1, 0.5, 0]
-
-    The result is 1-D. Weights are factors around 1, from 0 to 65504: float16 keeps 3 digits of them
-    (bfloat16: 2), and numpy supports it. Raises DataError if a weight is not a number, negative,
-    too large, or so small that it would be stored as 0 (below 3e-8).
-    """
-    if hasattr(weights, "detach"):  # torch.Tensor, without importing torch
-        weights = weights.detach().cpu().numpy()
-    try:
-        values = np.asarray(weights, np.float64).reshape(-1)
-    except (TypeError, ValueError) as error:
-        raise DataError(f"loss weights are not numbers: {error}") from error
-    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
-        halves = values.astype(np.float16)
-    fits = np.isfinite(halves) & (values >= 0) & ((halves > 0) == (values > 0))
-    if not fits.all():
-        at = int(np.flatnonzero(~fits)[0])
-        raise DataError(
-            f"loss weight {at} is {values[at]}; weights are 0, or from 6e-08 to 65504 (float16)"
-        )
-    return np.abs(halves).view(np.uint16)  # -0 has a sign bit
 
 
 def scan_tokens(
@@ -209,11 +173,6 @@ class InputDataset:
         # Facts about .bin; None if no meta file matches the .idx.
         self.facts = None if self.meta is None else TokenFacts.of_meta(self.meta)
         self.columns = column_entries(self.meta, meta_path(self.prefix))
-
-    @property
-    def holds_weights(self) -> bool:
-        """True if the dataset contains loss weights, according to its meta file."""
-        return holds_weights(self.meta)
 
     def open_tokens(self) -> io.FileIO:
         """Open the .bin. Raises FormatError if the dataset was replaced after its index was

@@ -157,7 +157,7 @@ class _Reader:
         checks = self._checks
         for code, text, remedy in (
             ("checksum", "do not have the checksum of the meta file", RESTORE),
-            ("negative-id", "is negative", "build labels with allow_negative=True"),
+            ("negative-id", "is negative", "build it with allow_negative=True"),
             ("id-beyond-vocabulary", f"is not below vocab_size {checks.vocab_size}", RESTORE),
             ("document-end", f"should be the last, {checks.document_end_token}", ""),
             ("document-begin", f"should be the first, {checks.document_begin_token}", ""),

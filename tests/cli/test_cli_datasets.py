@@ -21,17 +21,44 @@ def write(prefix: Path, *documents: list[int]) -> Path:
     return prefix
 
 
-@pytest.mark.parametrize("named", [["{}"], ["{}/docs.idx", "{}/docs.labels.idx"]])
-def test_merge_leaves_out_labels(tmp_path: Path, named: list[str]) -> None:
-    """Otherwise labels become documents of -100."""
+@pytest.mark.parametrize("named", [["{}"], ["{}/docs.idx", "{}/docs.groups.idx"]])
+def test_merge_leaves_out_groups(tmp_path: Path, named: list[str]) -> None:
+    """Otherwise groups become documents of -1."""
     write(tmp_path / "in" / "docs", [1, 2], [3])
-    write(tmp_path / "in" / "docs.labels", [-100, 2], [-100])
+    write(tmp_path / "in" / "docs.groups", [-1], [4])
     names = [name.format(tmp_path / "in") for name in named]
     done = build("merge", *names, "--output-prefix", tmp_path / "all")
     assert IndexedDataset(tmp_path / "all").tokens.tolist() == [1, 2, 3]
-    assert f"with --output-prefix {tmp_path}/all.labels" in done.stderr
-    printed("merge", tmp_path / "in/docs.labels", "--output-prefix", tmp_path / "all.labels")
-    assert IndexedDataset(tmp_path / "all.labels").tokens.tolist() == [-100, 2, -100]
+    assert f"with --output-prefix {tmp_path}/all.groups" in done.stderr
+    printed("merge", tmp_path / "in/docs.groups", "--output-prefix", tmp_path / "all.groups")
+    assert IndexedDataset(tmp_path / "all.groups").tokens.tolist() == [-1, 4]
+
+
+@pytest.mark.parametrize("named", [["{}"], ["{}/docs.idx", "{}/docs.labels.idx"]])
+def test_old_labels_are_converted_before_the_dataset_is_used(
+    tmp_path: Path, named: list[str]
+) -> None:
+    """The error names the command; the old files are then ignored, also in a directory."""
+    peer("obstore")
+    folder = tmp_path / "in"
+    docs, labels = folder / "docs", folder / "docs.labels"
+    write(docs, [1, 2], [3])
+    write(labels, [-100, 2], [-100])
+    names = [name.format(folder) for name in named]
+    command = f"megapack-build column add {docs} labels {labels}"
+    for words in (
+        ("merge", *names, "--output-prefix", tmp_path / "all"),
+        ("upload", *names, f"file://{tmp_path}/there"),
+    ):
+        assert command in printed(*words, status=2)
+    printed(*command.split()[1:])
+    printed("merge", *names, "--output-prefix", tmp_path / "all")
+    merged = IndexedDataset(tmp_path / "all")
+    assert merged.tokens.tolist() == [1, 2, 3]
+    assert merged.columns["labels"].rows.tolist() == [-100, 2, -100]
+    printed("upload", *names, f"file://{tmp_path}/there")
+    found = set(names_in(f"file://{tmp_path}/there"))
+    assert {"docs.idx", "docs.labels.col"} <= found and "docs.labels.idx" not in found
 
 
 def test_uploads_with_equal_names_are_refused(tmp_path: Path) -> None:
@@ -50,11 +77,11 @@ def test_upload_copies_named_samples(tmp_path: Path) -> None:
     for name in ("docs", "rest"):
         index = pack([2, 1], buckets=[4])
         index.save(tmp_path / f"in/{name}.samples", source=IndexedDataset(prefix))
-    write(tmp_path / "in" / "docs.labels", [-100, 2], [-100])
+    write(tmp_path / "in" / "docs.groups", [-1], [4])
     folder = f"file://{tmp_path}/there"
     for named, found in (
         ([tmp_path / "in/rest.samples"], {"rest.samples"}),
-        (sorted((tmp_path / "in").iterdir()), {"docs.samples", "docs.idx", "docs.labels.idx"}),
+        (sorted((tmp_path / "in").iterdir()), {"docs.samples", "docs.idx", "docs.groups.idx"}),
     ):
         printed("upload", *named, folder)
         assert found <= set(names_in(folder))

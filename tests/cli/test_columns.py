@@ -63,7 +63,7 @@ def test_column_is_added_listed_exported_and_removed(prefix: Path, rows: Path) -
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["add", "corpus", "rewards"], "column add takes PREFIX NAME FILE.npy, not corpus rewards"),
+        (["add", "corpus", "rewards"], "column add takes PREFIX NAME SOURCE, not corpus rewards"),
         (["list", "corpus", "--of", "token"], "--of token works only with column add"),
         (["add", "corpus", "Rewards", "rows.npy"], "column name 'Rewards' is not valid"),
         (["add", "corpus", "r", "wide.npy"], "the values are float64; a column has one of"),
@@ -80,6 +80,28 @@ def test_wrong_commands_are_refused(
     status = 1 if message.startswith(("values", "column r")) else 2
     assert message in printed("column", *words, status=status)
     assert not list(prefix.parent.glob("*.col")) and rows.exists()
+
+
+def test_labels_and_weights_need_no_type(prefix: Path, rows: Path) -> None:
+    """Labels go to a dataset, as GPT-NeoX reads them, and back."""
+    labels = np.where(np.arange(25) % 3, np.arange(97, 122), -100)
+    np.save(rows.with_name("labels.npy"), labels)
+    assert "column labels, int64, of target, fill -100" in printed(
+        "column", "add", prefix, "labels", rows.with_name("labels.npy")
+    )
+    np.save(rows, np.full(25, 0.5))
+    assert "column weights, float16, of target" in printed("column", "add", prefix, "weights", rows)
+    output = prefix.with_name("out_label_document")
+    printed("column", "export", prefix, "labels", output)
+    exported = IndexedDataset(output)
+    assert exported.tokens.tolist() == labels.tolist()
+    assert exported.document_lengths.tolist() == [3, 20, 2]
+    assert "give the weights as FILE.npy" in printed(
+        "column", "add", prefix, "weights", output, status=1
+    )
+    printed("column", "remove", prefix, "labels")
+    printed("column", "add", prefix, "labels", f"{output}.idx")
+    assert IndexedDataset(prefix).columns["labels"].rows.tolist() == labels.tolist()
 
 
 def test_inspect_shows_columns_next_to_the_tokens(prefix: Path, rows: Path) -> None:

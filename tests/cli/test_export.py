@@ -24,6 +24,8 @@ from megapack import IndexedDatasetBuilder, SampleIndex
 from megapack.attention.probe import SegmentPlaces
 from megapack.data import BatchLayout, PackedDataset
 from megapack.storage import read_document_lengths
+from megapack.storage.column_edits import add_column
+from megapack.storage.columns import INTERPRETED
 from tests.hosts.processes import LAUNCHERS, environment_of, finish, trees_of
 
 BUCKETS = (16, 32, 64)
@@ -35,18 +37,13 @@ def write_dataset(folder: Path, alignment: int, *, labels: str) -> None:
     """Write documents of 1 to 150 tokens, packed into buckets, with labels on some spans."""
     rng = np.random.default_rng(alignment)
     lengths = [1, 1, 2, *np.clip(rng.lognormal(2.8, 1, 70), 1, 150).astype(int)]
-    with (
-        IndexedDatasetBuilder(folder / "chats", np.uint16) as tokens_of,
-        IndexedDatasetBuilder(folder / "chats.labels", np.int32, allow_negative=True) as labels_of,
-    ):
+    columns = {} if labels == "none" else {"labels": INTERPRETED["labels"]}
+    with IndexedDatasetBuilder(folder / "chats", np.uint16, columns=columns) as builder:
         for length in lengths:
             tokens = np.append(rng.integers(2, 60_000, length - 1), 1)
             learned = np.repeat(rng.random(length // 5 + 1) < 0.5, 5)[:length]
-            tokens_of.add_document(tokens)
-            labels_of.add_document(np.where(learned, tokens + (labels == "other"), -100))
-    if labels == "none":
-        for suffix in (".bin", ".idx"):
-            (folder / f"chats.labels{suffix}").unlink()
+            rows = {"labels": np.where(learned, tokens + (labels == "other"), -100)}
+            builder.add_document(tokens, columns=rows if columns else None)
     pack = ["pack", folder / "chats", "--output", folder / "chats.samples"]
     printed(*pack, "--buckets", ",".join(map(str, BUCKETS)), "--alignment", alignment)
 
@@ -179,5 +176,12 @@ def test_export_refuses_unsupported_samples(tmp_path: Path) -> None:
     ):
         assert reason in export(tmp_path, *more, status=2)
         assert not list(tmp_path.glob("train*")), "nothing half-written"
+    add_column(
+        tmp_path / "chats",
+        "weights",
+        np.ones(read_document_lengths(tmp_path / "chats").sum()),
+        INTERPRETED["weights"],
+    )
+    assert "has the columns weights, and Bridge's" in export(tmp_path, "--eod-token", 1, status=2)
     (tmp_path / "train.idx.parquet").touch()
     assert "exists already" in export(tmp_path, "--eod-token", "1", status=2)

@@ -16,7 +16,8 @@ from megapack import IndexedDataset, IndexedDatasetBuilder, SampleIndex, pack
 from megapack.cli.inspect import view_sample
 from megapack.cli.main import main
 from megapack.data import PackedDataset
-from megapack.storage.builder import write_weights
+from megapack.storage.column_edits import add_column
+from megapack.storage.columns import INTERPRETED
 from tests.reference.gather import NO_LABEL, gather
 
 EOD = 256
@@ -88,15 +89,13 @@ def test_label_counts_equal_those_of_training(corpus: Path) -> None:
 
 @pytest.fixture
 def labels(corpus: Path) -> list[list[int]]:
-    """Write PREFIX.labels, which leave out every third token."""
+    """Write labels, which leave out every third token."""
     dataset = IndexedDataset(corpus)
     chosen = [
         [-100 if i % 3 == 0 else token for i, token in enumerate(dataset[d].tolist())]
         for d in range(dataset.num_documents)
     ]
-    with IndexedDatasetBuilder(f"{corpus}.labels", dtype=np.int32, allow_negative=True) as builder:
-        for document in chosen:
-            builder.add_document(document)
+    add_column(corpus, "labels", chosen, INTERPRETED["labels"])
     return chosen
 
 
@@ -121,7 +120,8 @@ def test_labels_of_a_dataset_equal_those_of_training(corpus: Path, labels: list[
 def test_loss_weights_follow_their_tokens(corpus: Path) -> None:
     dataset = IndexedDataset(corpus)
     lengths = dataset.document_lengths.tolist()
-    write_weights(corpus, ([1] * (n // 2) + [0.25] * (n - n // 2) for n in lengths))
+    weights = ([1] * (n // 2) + [0.25] * (n - n // 2) for n in lengths)
+    add_column(corpus, "weights", weights, INTERPRETED["weights"])
     index = SampleIndex.load(f"{corpus}.samples")
     packed = PackedDataset(dataset, index)
     for sample in range(index.num_samples):
@@ -131,10 +131,11 @@ def test_loss_weights_follow_their_tokens(corpus: Path) -> None:
     assert "<0.25>" in text and "loss weights of 0.25 to 1, together " in text
 
 
-def test_foreign_labels_are_refused(corpus: Path) -> None:
+def test_labels_of_earlier_versions_are_refused(corpus: Path) -> None:
     with IndexedDatasetBuilder(f"{corpus}.labels", dtype=np.int32) as builder:
         builder.add_document([1, 2, 3])
-    assert "labels" in printed("inspect", f"{corpus}.samples", "--sample", "0", status=1)
+    said = printed("inspect", f"{corpus}.samples", "--sample", "0", status=2)
+    assert f"column add {corpus} labels {corpus}.labels" in said
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,15 @@ from megapack.packing.metrics import DocumentTotals
 from megapack.packing.shard_packing import pack_shards, plan_packing
 from megapack.packing.sharded import ShardedIndex, load_shards
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
-from megapack.storage.columns import DTYPES, ColumnSpec, ColumnWriter
+from megapack.storage.column_edits import add_column
+from megapack.storage.columns import (
+    DTYPES,
+    INTERPRETED,
+    LABELS,
+    WEIGHTS,
+    ColumnSpec,
+    ColumnWriter,
+)
 from tests.reference.gather import Column
 
 Segment = tuple[int, int, int]  # document, begin, length
@@ -36,6 +44,16 @@ def write_documents(
             builder.add_document(np.asarray(document, dtype))
         builder.finalize()
     return IndexedDataset(prefix)
+
+
+def write_labels(prefix: Path, labels: Sequence[Sequence[int]]) -> None:
+    add_column(prefix, LABELS, labels, INTERPRETED[LABELS])
+
+
+def write_weights(
+    prefix: Path, weights: Sequence[Sequence[float]], *, overwrite: bool = False
+) -> None:
+    add_column(prefix, WEIGHTS, weights, INTERPRETED[WEIGHTS], overwrite=overwrite)
 
 
 def packed_documents(
@@ -151,10 +169,10 @@ def small_loader(data: PackedDataset, rank: int = 0, size: int = 2, **options: A
 def write_columns(
     prefix: Path | str, columns: Mapping[str, tuple[ColumnSpec, NDArray[Any]]]
 ) -> None:
-    """Write columns, given as stored rows, next to a dataset that has none."""
+    """Write columns, given as stored rows, next to a dataset and its other columns."""
     path = Path(f"{prefix}.meta.json")
     meta = json.loads(path.read_text())
-    meta["columns"] = {}
+    meta.setdefault("columns", {})
     for name, (spec, rows) in columns.items():
         writer = ColumnWriter(prefix, name, spec)
         writer.append(rows)

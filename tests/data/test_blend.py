@@ -34,7 +34,7 @@ from tests.data.corpora import (
     packed_documents,
     packed_index,
     packed_lengths,
-    write_documents,
+    write_labels,
 )
 
 
@@ -129,22 +129,21 @@ def test_different_begin_or_end_tokens_of_sources_are_reported(tmp_path: Path) -
 
 
 def test_every_dataset_of_a_blend_has_its_own_labels_or_none(tmp_path: Path) -> None:
-    """Four equal datasets: labels found by name, named in the manifest, ignored, absent."""
-    for seed, value in enumerate((5, 6, 7, 8)):
+    """Three equal datasets: labels found, ignored, absent."""
+    for seed, value in enumerate((5, 7, 8)):
         _write(tmp_path, seed, 60, value)
         lengths = packed_lengths(60, 32, seed).tolist()
         masked = [[value if i % 2 else -100 for i in range(n)] for n in lengths]
-        write_documents(tmp_path / {6: "turns"}.get(value, f"d{value}.labels"), masked, "int32")
-    for suffix in ("bin", "idx"):
-        (tmp_path / f"d8.labels.{suffix}").unlink()
+        if value != 8:
+            write_labels(tmp_path / f"d{value}", masked)
     entries = [
         {"prefix": f"d{v}", "index": f"d{v}.samples", "weight": 1, **more}
-        for v, more in ((5, {}), (6, {"labels": "turns"}), (7, {"labels": "none"}), (8, {}))
+        for v, more in ((5, {}), (7, {"labels": "none"}), (8, {}))
     ]
     (tmp_path / "blend.yaml").write_text(yaml.safe_dump({"sources": entries}))
     packed = open_blend(load_blend(tmp_path / "blend.yaml"))
-    assert len(packed.datasets) == 4
-    labelled = {5: True, 6: True, 7: False, 8: False}
+    assert len(packed.datasets) == 3
+    labelled = {5: True, 7: False, 8: False}
     for base, (value, chosen) in zip(packed.samples.bases, labelled.items(), strict=False):
         batch = packed[int(base)]
         kept = batch["loss_mask"].bool()
@@ -168,9 +167,9 @@ def test_bad_manifests_are_refused(tmp_path: Path) -> None:
     one = _write(tmp_path, 0, 9, 5)
     with pytest.raises(ConfigError, match="2 datasets and 1 indices"):
         PackedDataset([one, one], [f"{one}.samples"])
-    for labels, count in (("x", 1), ([None], 1), (["auto"] * 3, 3)):
-        with pytest.raises(ConfigError, match=f"{count} label datasets for 2 datasets"):
-            PackedDataset([one, one], [f"{one}.samples"] * 2, label_dataset=labels)
+    for labels in ("x", [None], ["auto"] * 3, ["auto", "x"]):
+        with pytest.raises(ConfigError, match=r"labels is .*; give 'auto' or None, or a list"):
+            PackedDataset([one, one], [f"{one}.samples"] * 2, labels=labels)  # type: ignore[arg-type]
 
 
 BOUND = 1.69  # proven in csrc/core/schedule/blend.hpp and megapack/data/bucket_streams.py

@@ -35,7 +35,6 @@ from megapack.data.sampler import weigh_step
 from megapack.errors import ConfigError, ResumeError
 from megapack.packing import pack
 from megapack.storage import IndexedDataset
-from megapack.storage.builder import write_weights
 from megapack.storage.merge import merge
 from tests.data.corpora import (
     of_rank,
@@ -44,6 +43,8 @@ from tests.data.corpora import (
     random_documents,
     small_loader,
     write_documents,
+    write_labels,
+    write_weights,
 )
 
 EOD, PRE, SUF, MID, END = 0, 125, 126, 127, 128
@@ -127,7 +128,7 @@ def test_ranks_see_documents_as_defined_and_exact_denominators(
     start."""
     data = open_blend(blend, loss=loss)
     schedule = schedule_of(data, cost_window=cost_window)
-    turned, of_sources = 0, [documents_of(source.open(0)[0]) for source in data.datasets]
+    turned, of_sources = 0, [documents_of(source.open(0)) for source in data.datasets]
     steps = [schedule.step(i) for i in range(8)]
     weights = [weigh_step(schedule, step, data.samples).label_weight for step in steps]
     for size, start in ((1, 0), (2, 2), (4, 0)):
@@ -262,25 +263,26 @@ def test_unsuitable_sources_are_refused(tmp_path: Path) -> None:
     PackedDataset(dataset, roomless, fim=FIM, fim_rates=[0.0])
     index = indexed(dataset)
     labels = [[max(1, t) for t in d.tolist()] for d in documents_of(dataset)]
-    write_documents(tmp_path / "d.labels", labels)
+    write_labels(tmp_path / "d", labels)
+    dataset = IndexedDataset(tmp_path / "d")
     with pytest.raises(ConfigError, match=r"has labels that were chosen .* labels: none"):
         PackedDataset(dataset, index, fim=FIM)
-    data = PackedDataset(dataset, index, fim=FIM, label_dataset=None)
+    data = PackedDataset(dataset, index, fim=FIM, labels=None)
     check_token_ids(data, 129)
     with pytest.raises(ConfigError, match="fim writes token id 128"):
         check_token_ids(data, 128)
     with pytest.raises(ConfigError, match=r"fim is not configured: .*\.\.\.} in the manifest"):
-        schedule_of(PackedDataset(dataset, index, label_dataset=None, fim_rates=[0.5]))
+        schedule_of(PackedDataset(dataset, index, labels=None, fim_rates=[0.5]))
     stages = [Stage(from_step=1, fim_rates={"other": 0.5})]
     with pytest.raises(ConfigError, match="gives a rate of fill-in-the-middle to 'other'"):
-        schedule_of(PackedDataset(dataset, index, label_dataset=None, fim=FIM, stages=stages))
+        schedule_of(PackedDataset(dataset, index, labels=None, fim=FIM, stages=stages))
 
 
 def test_shards_with_chosen_labels_are_refused(tmp_path: Path) -> None:
     parts = [corpus(tmp_path / f"part{i}", i, 40) for i in range(2)]
     for part in parts:
         labels = [[max(1, t) for t in d.tolist()] for d in documents_of(part)]
-        write_documents(Path(f"{part.prefix}.labels"), labels)
+        write_labels(Path(part.prefix), labels)
     prefixes = [part.prefix for part in parts]
     index = packed_shards(tmp_path / "all.shards.json", prefixes, buckets=BUCKETS, fim_room=4)
     with pytest.raises(ConfigError, match=r"has labels that were chosen .* labels: none"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import re
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megapack.cli.main import main
 from megapack.data import (
     BatchLayout,
     PackedDataset,
@@ -26,14 +28,13 @@ from megapack.data import (
     flex_block_mask,
     segment_ids,
 )
-from megapack.data import documents as vocabulary
 from megapack.data.batch import column_names
 from megapack.data.fim import Fim as CoreFim
 from megapack.data.steps import StepView
-from megapack.errors import ConfigError, FormatError, IndexMismatchError
-from megapack.packing import SampleIndex, pack
+from megapack.errors import ConfigError, FormatError
+from megapack.packing import SampleIndex, pack, shard_packing
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
-from megapack.storage.builder import write_weights
+from megapack.storage.columns import INTERPRETED, LABELS, WEIGHTS
 from tests.data.corpora import (
     bytes_of,
     column_of,
@@ -44,6 +45,8 @@ from tests.data.corpora import (
     random_rows,
     write_columns,
     write_documents,
+    write_labels,
+    write_weights,
 )
 from tests.reference import gather as reference
 from tests.reference.fim import Fim, Parts, transformed
@@ -182,7 +185,7 @@ def _open(folder: Path, case: dict[str, Any]) -> PackedDataset:
     documents = case["documents"]
     dataset = write_documents(folder / "docs", documents, case["dtype"])
     if case["chosen"]:
-        write_documents(folder / "docs.labels", _choose(documents), "int32")
+        write_labels(folder / "docs", _choose(documents))
     if case["weighed"]:
         write_weights(folder / "docs", _weigh(documents))
     columns = _columns(case)
@@ -394,13 +397,28 @@ def test_segments_that_do_not_fit_when_aligned_are_refused_with_the_remedy(tmp_p
     assert batch["cu_seqlens_padded"].tolist() == [0, 4, 8, 12]
 
 
-def test_labels_of_other_documents_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", INTERPRETED)
+def test_labels_and_weights_of_earlier_versions_are_refused(tmp_path: Path, name: str) -> None:
+    """They were datasets. The command in the message makes columns of them."""
     dataset = write_documents(tmp_path / "d", random_documents([4, 4]))
     index = pack(dataset.document_lengths, "concat", buckets=[4])
-    write_documents(tmp_path / "d.labels", random_documents([4, 3]), "int32")
-    with pytest.raises(IndexMismatchError, match="num_tokens is 7 and 8"):
+    old = {LABELS: [[-100, 0, -100, 0]] * 2, WEIGHTS: [[0x4000] * 4] * 2}[name]  # 2.0 as float16
+    metadata = {} if name == LABELS else {"loss_weights": "float16"}
+    dtype = np.int32 if name == LABELS else np.uint16
+    with IndexedDatasetBuilder(
+        tmp_path / f"d.{name}", dtype, allow_negative=name == LABELS, metadata=metadata
+    ) as builder:
+        for rows in old:
+            builder.add_document(rows)
+    with pytest.raises(ConfigError, match=f"d.{name} is a dataset, .*`(megapack-build .*)`") as e:
         PackedDataset(dataset, index)
-    assert PackedDataset(dataset, index, label_dataset=None)[0]["loss_mask"].sum() == 3
+    option = {LABELS: "labels", WEIGHTS: "token_weights"}[name]
+    assert PackedDataset(dataset, index, **{option: None})[0]["loss_mask"].sum() == 3
+    command = re.search(r"`megapack-build (.*)`", str(e.value))
+    assert command is not None
+    assert main(command[1].split()) == 0
+    data = PackedDataset(str(tmp_path / "d"), index)
+    assert data[0]["loss_mask"].tolist() == {LABELS: [1, 0, 1, 0], WEIGHTS: [2, 2, 2, 0]}[name]
 
 
 def test_damaged_idx_block_is_refused_by_its_first_reader(tmp_path: Path) -> None:
@@ -494,18 +512,18 @@ def test_an_id_as_large_as_the_vocabulary_is_refused(tmp_path: Path, with_meta: 
 
 def test_chosen_labels_are_checked_too(tmp_path: Path) -> None:
     text = write_documents(tmp_path / "text", [[1, 2, 3], [4, 5]])
-    write_documents(tmp_path / "text.labels", [[-100, 9, -100], [-100, 5]], "int32")
+    write_labels(tmp_path / "text", [[-100, 9, -100], [-100, 5]])
     data = packed(text)
     check_token_ids(data, 10)
-    with pytest.raises(ConfigError, match=r"text\.labels holds token id 9"):
+    with pytest.raises(ConfigError, match=r"column labels of .*text holds token id 9"):
         check_token_ids(data, 9)
 
 
 def test_large_file_without_metadata_is_sampled_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(vocabulary, "_BLOCKS", 4)
-    monkeypatch.setattr(vocabulary, "_BLOCK_TOKENS", 8)
+    monkeypatch.setattr(shard_packing, "_BLOCKS", 4)
+    monkeypatch.setattr(shard_packing, "_BLOCK_ROWS", 8)
     tokens = [1] * 400
     tokens[-400 // 4 :] = [50] * 100
     data = packed(forget(write_documents(tmp_path / "text", [tokens])))

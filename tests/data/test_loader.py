@@ -23,7 +23,6 @@ from megapack.data.loader import ThreadPrefetcher
 from megapack.data.schedule import Step
 from megapack.errors import ConfigError, FormatError, IndexMismatchError, ResumeError
 from megapack.packing import pack
-from megapack.storage.builder import write_weights
 from tests.data.corpora import (
     STEP_TOKENS,
     assert_same_batches,
@@ -31,6 +30,8 @@ from tests.data.corpora import (
     packed_lengths,
     random_documents,
     write_documents,
+    write_labels,
+    write_weights,
 )
 from tests.data.corpora import small_loader as loader
 from tests.reference.gather import denominator_of, loss_mask_of
@@ -75,7 +76,7 @@ def test_label_counts_are_right_for_chat_labels_and_bare_indices(tmp_path: Path)
     documents = random_documents(packed_lengths(100, 32, seed=3))
     dataset = write_documents(tmp_path / "d", documents)
     chosen = [[t if t % 2 else -100 for t in document] for document in documents]
-    write_documents(tmp_path / "d.labels", chosen, "int32")
+    write_labels(tmp_path / "d", chosen)
     index = pack(dataset.document_lengths, "concat", buckets=[32])
     schedule = Schedule(index, tokens_per_step=128)
     for batch in loader(PackedDataset(dataset, index), size=1, schedule=schedule, num_steps=3):
@@ -155,8 +156,8 @@ def test_unused_token_weights_are_refused(tmp_path: Path) -> None:
     write_weights(tmp_path / "d", [[2.0] * 8] * 3)
     index = pack(data.document_lengths, "bucket", buckets=[8])
     options: dict[str, Any] = {"micro_batch_tokens": 8, "size": 1, "num_steps": 1}
-    none = {"weight_dataset": None}
-    ways = [({}, r"weights per token \(PREFIX.weights\), .* token_weights: none"), (none, None)]
+    none = {"token_weights": None}
+    ways = [({}, r"weights per token \(column weights\), .* token_weights: none"), (none, None)]
     states = []
     for how, message in (*ways, ({**none, "loss": "longalign"}, "loss is longalign, and")):
         packed = PackedDataset(data, index, **how)

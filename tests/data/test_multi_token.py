@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from megapack.data import BatchLayout, PackedDataset
 from megapack.data.steps import StepView
 from megapack.errors import ConfigError
-from megapack.storage.builder import write_weights
-from tests.data.corpora import packed_as, small_loader, write_documents
+from tests.data.corpora import packed_as, small_loader, write_documents, write_labels, write_weights
 from tests.data.test_gather import _choose, _weigh, corpora, samples_of
 from tests.reference.gather import NO_LABEL, gather
 
@@ -70,7 +69,7 @@ def opened(folder: Path, case: dict[str, Any], **options: Any) -> PackedDataset:
     documents = case["documents"]
     dataset = write_documents(folder / "docs", documents, case["dtype"])
     if case["chosen"]:
-        write_documents(folder / "docs.labels", _choose(documents), "int32")
+        write_labels(folder / "docs", _choose(documents))
     if case["weighed"]:
         write_weights(folder / "docs", _weigh(documents))
     return PackedDataset(

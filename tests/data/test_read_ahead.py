@@ -59,12 +59,12 @@ def cold(tmp_path: Path) -> PackedDataset:
 
 
 def test_prefetch_reads_exactly_the_pages_of_a_micro_batch(cold: PackedDataset) -> None:
-    index, tokens = cold.samples.indices[0], cold.datasets[0].open(0)[0].tokens
+    index, tokens = cold.samples.indices[0], cold.datasets[0].open(0).tokens
     samples = [3, 700, 701, 1500]
     wanted = np.zeros(len(resident(tokens)), np.bool_)
     for sample in samples:
         for document, begin, length in index.sample(sample)[1]:
-            first = int(cold.datasets[0].open(0)[0].document_offsets[document]) + begin
+            first = int(cold.datasets[0].open(0).document_offsets[document]) + begin
             wanted[first * 4 // PAGE : -(-(first + length) * 4 // PAGE)] = True
     assert cold.prefetch(samples) == wanted.sum() * PAGE
     wait_for(lambda: bool(resident(tokens)[wanted].all()), "the pages")
@@ -104,7 +104,7 @@ def test_loader_prefetches_documents_of_later_batches(cold: PackedDataset) -> No
     for _ in range(6):
         next(batches)
     # Each has 3 or 4 pages; 6 are consumed, and at most 4 more are gathered.
-    tokens = cold.datasets[0].open(0)[0].tokens
+    tokens = cold.datasets[0].open(0).tokens
     wait_for(lambda: resident(tokens).sum() >= (6 + 16) * 3, "more than what was gathered")
 
 
@@ -145,9 +145,9 @@ def test_requests_continue_while_they_read_the_disk(cold: PackedDataset) -> None
     sampler = BucketBatchSampler(schedule, **of_rank(micro=4096))
     before = read_ahead._num_reads()
     assert sum(1 for _ in read_ahead.prefetch_local(sampler, cold, 4)) == 2000
-    assert read_ahead._num_reads() - before > 0.9 * cold.datasets[0].open(0)[0].tokens.nbytes / 512
+    assert read_ahead._num_reads() - before > 0.9 * cold.datasets[0].open(0).tokens.nbytes / 512
     wait_for(
-        lambda: resident(cold.datasets[0].open(0)[0].tokens).mean() >= 0.99, "documents asked for"
+        lambda: resident(cold.datasets[0].open(0).tokens).mean() >= 0.99, "documents asked for"
     )
 
 

@@ -149,7 +149,7 @@ def test_manifest_records_columns(source: str, tmp_path: Path) -> None:
     write_shard(tmp_path / "a", [])
     sharded(tmp_path / "web.shards.json", [tmp_path / "a"])
     content = json.loads((tmp_path / "web.shards.json").read_text())
-    assert content["version"] == 2 and "columns" not in content["shards"][0]
+    assert content["version"] == 4 and content["shards"][0]["columns"] == {}
 
 
 def test_pack_and_inspect_show_columns(source: str) -> None:
@@ -212,7 +212,7 @@ def test_columns_of_one_name_have_one_type(tmp_path: Path) -> None:
     [
         ({"score": {"identity": "x"}}, "missing key 'spec'"),
         ({"score": {"spec": {"dtype": "float64"}, "identity": "x"}}, "column dtype is 'float64'"),
-        ({"../x": {}}, "column name '../x' is not valid"),
+        ({"../x": {"spec": {"dtype": "int8"}, "identity": "x"}}, "column name '../x' is not valid"),
         ([1], "is damaged"),
     ],
 )

@@ -40,7 +40,6 @@ from megapack.packing.shard_packing import plan_packing
 from megapack.packing.sharded import PackedShard, ShardedIndex, load_shards
 from megapack.packing.verify import verify_shard
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
-from megapack.storage.builder import write_weights
 from megapack.storage.merge import merge
 from megapack.storage.metadata import own_metadata
 from megapack.storage.verify import has_errors, verify
@@ -53,6 +52,8 @@ from tests.data.corpora import (
     packed_shards,
     random_documents,
     write_documents,
+    write_labels,
+    write_weights,
 )
 
 BUCKETS = [16, 32, 64]
@@ -286,10 +287,11 @@ def test_labels_of_shards_are_found_by_name(tmp_path: Path) -> None:
         write_documents(Path(prefix), documents)
         chosen = [[t if t % 2 else -100 for t in document] for document in documents]
         chosen[0][0] = 70_001  # never a label, and too large for the tokens' dtype
-        write_documents(Path(f"{prefix}.labels"), chosen, "int32")
+        write_labels(Path(prefix), chosen)
     index = sharded(tmp_path / "chat.shards.json", prefixes)
-    assert all(shard.labels for shard in index.shards)
-    chosen, every = (PackedDataset(None, index, label_dataset=how) for how in ("auto", None))
+    assert all(list(shard.columns) == ["labels"] for shard in index.shards)
+    chosen = PackedDataset(None, index)
+    every = PackedDataset(None, index, labels=None)
     check_token_ids(every, 70_001)
     with pytest.raises(ConfigError, match="holds token id 70001"):
         check_token_ids(chosen, 70_001)
@@ -297,8 +299,6 @@ def test_labels_of_shards_are_found_by_name(tmp_path: Path) -> None:
     assert (chosen.count_labels(ids) < every.count_labels(ids)).all()
     labels = chosen[0]["labels"]
     assert (labels[labels >= 0] % 2 == 1).all() and (labels >= 0).any()
-    with pytest.raises(ConfigError, match="with their labels and weights"):
-        PackedDataset(None, index, label_dataset=str(tmp_path / "a.labels"))
 
 
 # --- Manifests and resumed runs ---------------------------------------------------------------
@@ -360,18 +360,16 @@ def test_other_loss_weights_of_a_shard_are_refused_until_it_is_packed_again(tmp_
     def weigh(weight: float) -> None:
         write_weights(tmp_path / "a", [[weight] * len(d) for d in documents], overwrite=True)
 
-    def packed(**how: bool) -> PackedDataset:
-        return PackedDataset(None, sharded(manifest, [tmp_path / "a"], **how))
+    def packed() -> PackedDataset:
+        return PackedDataset(None, sharded(manifest, [tmp_path / "a"]))
 
     weigh(0.5)
     first = packed()
     assert set(first[0]["loss_mask"].unique().tolist()) == {0.0, 0.5}
     weigh(2.0)
-    with pytest.raises(IndexMismatchError, match=r"a\.weights has changed .* pack the"):
+    with pytest.raises(IndexMismatchError, match=r"column weights of .*a has changed .* again"):
         PackedDataset(None, manifest)[0]
-    with pytest.raises(IndexMismatchError, match=r"a\.weights has changed .* --overwrite"):
-        packed()
-    again = packed(overwrite=True)
+    again = packed()
     assert set(again[0]["loss_mask"].unique().tolist()) == {0.0, 2.0}
     assert first.samples.token_weights != again.samples.token_weights != [None]
 
@@ -390,11 +388,10 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> str:
         if name == "b":
             write_weights(folder / "b", [[t % 5 / 4 for t in d] for d in documents])
     chosen = [[t if t % 2 else -100 for t in document] for document in documents]
-    write_documents(folder / "c.labels", chosen, "int32")
+    write_labels(folder / "c", chosen)
     manifest = str(folder / "web.shards.json")
     index = sharded(manifest, [folder / name for name in "abc"])
-    assert [shard.weights is not None for shard in index.shards] == [False, True, False]
-    assert json.loads(Path(manifest).read_text())["version"] == 3  # older versions ignored weights
+    assert [list(shard.columns) for shard in index.shards] == [[], ["weights"], ["labels"]]
     return manifest
 
 
@@ -540,7 +537,7 @@ def test_metadata_that_is_still_true_is_kept(tmp_path: Path) -> None:
 def test_the_command_and_a_loader_over_what_it_wrote(source: str, tmp_path: Path) -> None:
     output = tmp_path / "new.shards.json"
     command = ["arrange", source, "--output", output, "--workers", "1", "--json"]
-    done = build(*command, "--bytes-per-shard", "8K")
+    done = build(*command, "--bytes-per-shard", "20K")
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout)
     done = build(*command, "--bytes-per-shard", "0")

@@ -1,8 +1,9 @@
 """Random damage to a file of a source: an error of megapack, or all batches are unchanged.
 
 Changes bits and bytes, zeroes ranges, cuts ends, exchanges blocks, or replaces a file by another of
-its kind; then opens the source, schedules and gathers an epoch. Token ids are an exception by
-design: a gather does not compare checksums of a local .bin; ``verify`` does, and must find damage.
+its kind; then opens the source, schedules and gathers an epoch. Token ids and labels are an
+exception by design: a gather does not compare checksums of a local .bin or .col; ``verify`` does,
+and must find damage.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from megapack.packing import pack
 from megapack.packing.shard_packing import describe_shard
 from megapack.packing.sharded import PLAN, plain, save_shards
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
+from megapack.storage.columns import INTERPRETED
 from megapack.storage.verify import verify
 
 BUCKETS = [8, 16, 64]
 MANIFEST = "all.shards.json"
 SHARDS = ("a", "b")
-TOKENS = {f"{shard}{kind}.bin" for shard in SHARDS for kind in ("", ".labels")}
+VALUES = {f"{shard}.{kind}" for shard in SHARDS for kind in ("bin", "labels.col")}
 
 
 def _write(root: Path) -> None:
@@ -39,11 +41,11 @@ def _write(root: Path) -> None:
         lengths[::25] = 33
         ends = np.cumsum([0, *lengths])
         tokens = rng.integers(0, 500, ends[-1])
-        with IndexedDatasetBuilder(root / name, np.uint16, vocab_size=500) as builder:
-            builder.add_documents(tokens, ends)
-        labels = root / f"{name}.labels"
-        with IndexedDatasetBuilder(labels, np.int32, allow_negative=True) as builder:
-            builder.add_documents(np.where(tokens % 5 == 0, -100, tokens), ends)
+        columns = {"labels": np.where(tokens % 5 == 0, -100, tokens)}
+        with IndexedDatasetBuilder(
+            root / name, np.uint16, vocab_size=500, columns={"labels": INTERPRETED["labels"]}
+        ) as builder:
+            builder.add_documents(tokens, ends, columns=columns)
         dataset = IndexedDataset(root / name)
         index = pack(dataset.document_lengths, "bucket", buckets=BUCKETS, seed=1)
         index.save(root / f"{name}.samples", source=dataset)
@@ -142,6 +144,7 @@ def run(data: bytes, directory: Path) -> str:
             return f"{kind}: harmless, all batches are equal"
     except (MegapackError, OSError):
         return f"{kind}: refused"
-    assert damaged in TOKENS, f"a wrong batch after damage to {damaged}"
-    assert any(f.severity == "error" for f in verify(directory / damaged)), "verify finds nothing"
-    return f"{kind}: other token ids, which verify finds"
+    assert damaged in VALUES, f"a wrong batch after damage to {damaged}"
+    findings = verify(directory / damaged.split(".")[0])
+    assert any(finding.severity == "error" for finding in findings), "verify finds nothing"
+    return f"{kind}: other values, which verify finds"

@@ -19,12 +19,12 @@ def test_manifest_of_a_prefix_has_defaults() -> None:
 def test_manifest_file_resolves_relative_prefixes(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"mix.{suffix}"
     path.write_text(
-        '{"sources": [{"prefix": "a", "weight": 3}, {"prefix": "/b", "weight": 1, "labels": "c"}],'
-        ' "buckets": [512, 1024], "cache_directory": "cache"}'
+        '{"sources": [{"prefix": "a", "weight": 3}, {"prefix": "/b", "weight": 1,'
+        ' "labels": "none"}], "buckets": [512, 1024], "cache_directory": "cache"}'
     )
     manifest = Manifest.read(str(path))
     assert [s.prefix for s in manifest.sources] == [str(tmp_path / "a"), "/b"]
-    assert manifest.sources[1].labels == str(tmp_path / "c")
+    assert manifest.sources[1].labels == "none"
     assert manifest.buckets == (512, 1024)
     assert manifest.cache_directory == str(tmp_path / "cache")
 

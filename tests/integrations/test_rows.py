@@ -20,7 +20,10 @@ from megapack.integrations.rows.dataset import RowDataset, RowOptions
 from megapack.integrations.rows.open_rows import Manifest, Source, is_manifest, open_data_path
 from megapack.packing import pack
 from megapack.packing.shard_packing import pack_shards, plan_packing
-from megapack.storage import IndexedDataset, IndexedDatasetBuilder
+from megapack.storage import IndexedDataset
+from megapack.storage.column_edits import add_column
+from megapack.storage.columns import INTERPRETED
+from megapack.storage.merge import merge
 from tests.data.corpora import packed_documents, packed_lengths, random_documents
 from tests.integrations.samples import make_dataset
 
@@ -338,10 +341,9 @@ def test_rows_hold_documents_with_their_middle_last(corpus: IndexedDataset, tmp_
 
 
 def test_loss_weights_of_tokens_are_refused_by_name(corpus: IndexedDataset, tmp_path: Path) -> None:
-    with IndexedDatasetBuilder(tmp_path / "w", np.float16) as builder:
-        for length in corpus.document_lengths.tolist():
-            builder.add_document(np.ones(length))
-    source = Source(prefix=corpus.prefix, name="web", token_weights=str(tmp_path / "w"))
+    merge([corpus.prefix], tmp_path / "d")
+    add_column(tmp_path / "d", "weights", np.ones(corpus.num_tokens), INTERPRETED["weights"])
+    source = Source(prefix=str(tmp_path / "d"), name="web")
     manifest = Manifest(sources=(source,), buckets=(ROW,), cache_directory=str(tmp_path))
     said = r"'web' has loss weights per token .* token_weights: none"
     with pytest.raises(ConfigError, match=said):
@@ -349,11 +351,11 @@ def test_loss_weights_of_tokens_are_refused_by_name(corpus: IndexedDataset, tmp_
 
 
 def test_every_source_of_a_blend_has_its_own_labels(corpus: IndexedDataset, tmp_path: Path) -> None:
-    with IndexedDatasetBuilder(tmp_path / "none", np.int32, allow_negative=True) as builder:
-        for length in corpus.document_lengths.tolist():
-            builder.add_document(np.full(length, -100, np.int32))
+    merge([corpus.prefix], tmp_path / "d")
+    labels = np.full(corpus.num_tokens, -100)
+    add_column(tmp_path / "d", "labels", labels, INTERPRETED["labels"])
     sources = (
-        Source(prefix=corpus.prefix, labels=str(tmp_path / "none"), weight=0.5),
+        Source(prefix=str(tmp_path / "d"), weight=0.5),
         Source(prefix=corpus.prefix, weight=0.5),
     )
     manifest = Manifest(sources=sources, buckets=(ROW,), cache_directory=str(tmp_path))

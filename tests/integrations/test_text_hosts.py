@@ -56,8 +56,11 @@ FIM = FimConfig(sentinels=Sentinels(prefix=60_000, suffix=60_001, middle=60_002)
 
 
 def manifest(prefix: str, labels: str | None = None, fim: FimConfig | None = None) -> Manifest:
+    source = Source(prefix=prefix)
+    if labels is not None:
+        source = gpt_neox.LabeledSource(prefix=prefix, label_path=labels)
     # Long documents are cut inside a row, not only at its end.
-    return Manifest(sources=(Source(prefix=prefix, labels=labels),), buckets=(16, 32), fim=fim)
+    return Manifest(sources=(source,), buckets=(16, 32), fim=fim)
 
 
 def text_rows(source: Manifest, num_rows: int | None, **how: Any) -> TextRowDataset:

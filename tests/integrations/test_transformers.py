@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import (
@@ -33,8 +34,10 @@ from megapack.integrations.hosts.transformers import (
     sft_trainer,
 )
 from megapack.packing import pack
-from megapack.storage import IndexedDataset, IndexedDatasetBuilder
-from megapack.storage.columns import ColumnSpec
+from megapack.storage import IndexedDataset
+from megapack.storage.column_edits import add_column
+from megapack.storage.columns import INTERPRETED, ColumnSpec
+from megapack.storage.merge import merge
 from tests.data.corpora import random_rows, write_columns
 from tests.integrations.harness import run_ranks
 from tests.integrations.samples import make_dataset
@@ -275,15 +278,15 @@ def test_trainer_step_uses_loss_weights(folder: Path, tmp_path: Path, sft: bool)
     """Weights of sources and tokens, or a mean of sequences; the loss of single documents."""
     documents = IndexedDataset(folder / "text")
     random = np.random.default_rng(0)
-    with IndexedDatasetBuilder(tmp_path / "w", np.float16) as builder:
-        for length in documents.document_lengths.tolist():
-            builder.add_document(random.choice([0, 0.5, 2], size=length))
+    prefix = tmp_path / "text"
+    weights = random.choice([0, 0.5, 2], size=documents.num_tokens)
+    merge([documents.prefix], prefix)
+    add_column(prefix, "weights", weights, INTERPRETED["weights"])
 
     def batches() -> MicroBatches:
         dataset = PackedDataset(
-            documents,
+            prefix,
             folder / "text.samples",
-            weight_dataset=str(tmp_path / "w"),
             loss="longalign",
             loss_weights=[3],
         )
@@ -299,12 +302,12 @@ def test_trainer_step_uses_loss_weights(folder: Path, tmp_path: Path, sft: bool)
         trainer = PackedTrainer(model=tiny_llama(), args=args, train_dataset=batches())
     trainer.train()
     expected = tiny_llama("eager")
-    sequences = weighted_documents(batches(), documents, IndexedDataset(tmp_path / "w"))
+    sequences = weighted_documents(batches(), documents, weights)
     mean = 0.0
-    for tokens, labels, weights in sequences:
+    for tokens, labels, factors in sequences:
         logits = expected(input_ids=tokens, use_cache=False).logits[0]
         losses = nn.functional.cross_entropy(logits, labels, reduction="none")
-        loss = (losses * weights).sum() / weights.sum() / len(sequences)
+        loss = (losses * factors).sum() / factors.sum() / len(sequences)
         loss.backward()
         mean += float(loss)
     with torch.no_grad():
@@ -315,14 +318,15 @@ def test_trainer_step_uses_loss_weights(folder: Path, tmp_path: Path, sft: bool)
 
 
 def weighted_documents(
-    batches: MicroBatches, documents: IndexedDataset, weights: IndexedDataset
+    batches: MicroBatches, documents: IndexedDataset, weights: NDArray[np.float64]
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
     """(tokens, labels, weights) of every sequence of the first step that has some weight."""
     samples, found = batches.dataset.samples, []
     for sample in batches.schedule.step(0).sample_ids.tolist():
         for document, begin, length in samples.segments(sample)[1]:
             tokens = torch.from_numpy(documents[document][begin : begin + length + 1].astype(int))
-            own = weights[document][begin + 1 : begin + length + 1].view(np.float16)
+            first, end = documents.document_offsets[document : document + 2]
+            own = weights[first:end][begin + 1 : begin + length + 1]
             of_labels = torch.from_numpy(own.astype(np.float32))
             if float(of_labels.sum()):
                 found.append((tokens[None, : len(own)], tokens[1:], of_labels))
@@ -613,7 +617,7 @@ def test_sft_trainer_trains_on_micro_batches(folder: Path, tmp_path: Path) -> No
     config.packing = True
     with pytest.raises(ConfigError, match="packing is True: rows are packed already"):
         sft_trainer(model=tiny_llama(), args=config, train_dataset=micro_batches(folder))
-    with pytest.raises(ConfigError, match=r"completion_only_loss is True: <prefix>\.labels"):
+    with pytest.raises(ConfigError, match=r"completion_only_loss is True: column labels"):
         tiny_sft(tmp_path, micro_batches(folder), completion_only_loss=True)
     balanced = tiny_sft(tmp_path, micro_batches(folder), tiny_mixtral(), loss_type="dft")
     item = next(iter(balanced.get_train_dataloader()))

@@ -20,6 +20,8 @@ from megapack.errors import ConfigError, DataError
 from megapack.packing import STRATEGIES, SampleIndex, pack
 from megapack.packing.sharded import load_shards
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
+from megapack.storage.column_edits import add_column
+from megapack.storage.columns import INTERPRETED
 
 LENGTHS = np.random.default_rng(0).integers(0, 90, 300)
 
@@ -143,8 +145,10 @@ def test_progress_without_terminal_prints_lines(
 
 def test_many_datasets_become_one_source(tmp_path: Path) -> None:
     """A quoted pattern, two machines; labels are not packed; a second run packs nothing."""
-    for name in ("a", "b", "c", "b.labels"):
+    for name in ("a", "b", "c"):
         write_dataset(tmp_path / name, LENGTHS[:50], np.int32)
+    labels = np.ones(sum(LENGTHS[:50]), np.int32)
+    add_column(tmp_path / "b", "labels", labels, INTERPRETED["labels"])
     manifest = tmp_path / "web.shards.json"
     command = (tmp_path / "*", "--buckets", "32,64", "--output", manifest)
     first = run(*command, "--part", "0/2", "--workers", 2)
@@ -152,7 +156,8 @@ def test_many_datasets_become_one_source(tmp_path: Path) -> None:
     assert not manifest.exists()
     facts = json.loads(printed("pack", *command, "--workers", 1, "--json"))
     assert (facts["num_shards"], facts["num_new_shards"], facts["num_documents"]) == (3, 3, 150)
-    assert [shard.labels for shard in load_shards(manifest).shards] == [False, True, False]
+    columns = [list(shard.columns) for shard in load_shards(manifest).shards]
+    assert columns == [[], ["labels"], []]
     assert "3 datasets, 0 of them new, 150 documents" in printed("pack", *command)
     fewer = printed("pack", tmp_path / "a", *command[1:])
     assert "3 datasets, 0 of them new and 2 of an earlier command (--overwrite" in fewer

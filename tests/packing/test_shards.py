@@ -69,7 +69,7 @@ def test_manifest_agrees_with_files(tmp_path: Path, prefixes: list[str]) -> None
         own.check_source(dataset)
         for name in ("num_documents", "num_tokens", "fingerprint"):
             assert getattr(shard, name) == getattr(dataset, name)
-        assert (shard.vocab_size, shard.document_end_token, shard.labels) == (300, 0, False)
+        assert (shard.vocab_size, shard.document_end_token, shard.columns) == (300, 0, {})
         assert shard.max_token_id == dataset.meta["max_token_id"] and shard.dtype == "uint16"
     assert index.num_documents == sum(s.num_documents for s in index.shards)
     opened = [index.open(number) for number in range(NUM_SHARDS)]
@@ -218,7 +218,7 @@ def test_a_damaged_manifest_is_refused(tmp_path: Path, prefixes: list[str]) -> N
             load_index(manifest)
         return str(caught.value)
 
-    old = "has version 1; this megapack reads 2 to 4: pack again, megapack-build pack PREFIX"
+    old = "has version 1; this megapack reads 4: pack again, megapack-build pack PREFIX"
     for change, message in (
         (lambda c: c.update(format="other"), "not a shard manifest"),
         (lambda c: c.update(version=1), old),

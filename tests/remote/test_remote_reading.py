@@ -16,7 +16,9 @@ from programs import PYTHON, ended
 from megapack.data import PackedDataset, load_blend, open_blend
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex
-from megapack.storage import IndexedDataset, IndexedDatasetBuilder, read_document_lengths
+from megapack.storage import IndexedDataset, read_document_lengths
+from megapack.storage.column_edits import add_column
+from megapack.storage.columns import INTERPRETED
 from megapack.storage.remote.checksums import BLOCK_BYTES, SUFFIX
 from megapack.storage.remote.client import remove_object
 from megapack.storage.remote.copies import upload_dataset
@@ -71,12 +73,10 @@ def test_remote_labels_are_found_and_read(line: Line, tmp_path: Path) -> None:
     put_dataset(tmp_path / "docs")
     near = IndexedDataset(tmp_path / "docs")
     rng = np.random.default_rng(0)
-    labels = tmp_path / "docs.labels"
-    with IndexedDatasetBuilder(labels, dtype=np.int32, allow_negative=True) as builder:
-        for document in near:
-            builder.add_document(np.where(rng.random(document.size) < 0.5, document, -100))
+    labels = [np.where(rng.random(tokens.size) < 0.5, tokens.astype(int), -100) for tokens in near]
+    add_column(tmp_path / "docs", "labels", labels, INTERPRETED["labels"])
     address = address_of(tmp_path / "docs")
-    upload_dataset(f"{tmp_path}/docs.labels", f"{address}.labels")
+    upload_dataset(f"{tmp_path}/docs", address)
     expected = run(tmp_path / "docs")
     assert any(0.0 in batch["loss_mask"][0][:64] for batch in expected)
     assert run(address) == expected

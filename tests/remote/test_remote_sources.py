@@ -16,7 +16,9 @@ from object_store import Line
 from megapack.data import PackedDataset
 from megapack.packing.shard_packing import pack_shards, plan_packing
 from megapack.packing.sharded import load_shards
-from megapack.storage import IndexedDataset, IndexedDatasetBuilder
+from megapack.storage import IndexedDataset
+from megapack.storage.column_edits import add_column
+from megapack.storage.columns import INTERPRETED
 from megapack.storage.remote.client import put_object, remove_object
 from tests.remote.far import flip, folder_of, signed, write_packed
 from tests.remote.stores import EVERY_CLOUD
@@ -29,9 +31,8 @@ def write_source(folder: Path) -> str:
     """Write three datasets as one source, the last with labels; return the manifest."""
     for seed, name in enumerate(NAMES):
         documents = write_packed(folder / name, 150, seed)
-    with IndexedDatasetBuilder(folder / "c.labels", dtype=np.int32, allow_negative=True) as builder:
-        for document in documents:
-            builder.add_document(np.where(document % 2, document, -100))
+    labels = (np.where(tokens % 2, np.int32(tokens), -100) for tokens in documents)
+    add_column(folder / "c", "labels", labels, INTERPRETED["labels"])
     manifest = f"{folder}/web.shards.json"
     plan = plan_packing(manifest, [f"{folder}/{name}" for name in NAMES], OPTIONS)
     pack_shards(plan, lambda _: None)
@@ -76,8 +77,8 @@ def replace_samples(folder: Path) -> None:
 DAMAGES: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "a token": (lambda at: flip(at / "b.bin", 999), "b", "checksum of the meta file"),
     "no .bin": (lambda at: (at / "b.bin").unlink(), "b", "b.bin does not exist"),
-    "a label": (lambda at: flip(at / "c.labels.bin", 99), "c.labels", "checksum"),
-    "no labels": (lambda at: (at / "c.labels.idx").unlink(), "c.labels", "does not exist"),
+    "a label": (lambda at: flip(at / "c.labels.col", 99), "c", "checksum"),
+    "no labels": (lambda at: (at / "c.labels.col").unlink(), "c", "does not exist"),
     "no samples": (lambda at: samples_of(at, 1).unlink(), "b-", "does not exist"),
     "a sample": (lambda at: flip(samples_of(at, 0), -9), "a-", "checksum"),
     "others": (replace_samples, "b-", "pack it again"),
@@ -89,7 +90,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str, str]] = {
 def test_verify_names_the_damaged_file(tmp_path: Path, damage: str) -> None:
     manifest = write_source(tmp_path)
     sound = told("verify", manifest)
-    assert sum(name != manifest for name in sound) == 7, "datasets, labels and samples"
+    assert sum(name != manifest for name in sound) == 6, "datasets and samples"
     do, name, text = DAMAGES[damage]
     do(tmp_path)
     found = told("verify", manifest, status=1)
@@ -119,10 +120,10 @@ def test_source_is_uploaded(line: Line, tmp_path: Path) -> None:
     assert sorted((tmp_path / "cache").iterdir()) == before, "whole copies go when they were read"
     flip(tmp_path / "b.bin", 999)
     put_object(f"{folder}/b.bin", tmp_path / "b.bin")
-    remove_object(f"{folder}/c.labels.bin")
+    remove_object(f"{folder}/c.labels.col")
     found = told("verify", f"{folder}/web.shards.json", status=1)
     assert "b.bin" in found[f"{folder}/b"][0]["message"]
-    assert "c.labels.bin does not exist" in found[f"{folder}/c.labels"][0]["message"]
+    assert "c.labels.col does not exist" in found[f"{folder}/c"][0]["message"]
 
 
 def test_shards_at_other_addresses_are_refused(line: Line, tmp_path: Path) -> None:
@@ -148,7 +149,7 @@ def test_remote_datasets_are_packed_as_one_source(line: Line, tmp_path: Path) ->
     command = ["pack", *(f"{folder}/{name}" for name in NAMES), "--buckets", "64,256,512"]
     printed(*command, "--output", far, "--workers", "1")
     assert load_shards(far).fingerprint == load_shards(near).fingerprint
-    assert [shard.labels for shard in load_shards(far).shards] == [False, False, True]
+    assert [[*shard.columns] for shard in load_shards(far).shards] == [[], [], ["labels"]]
     ours, theirs = PackedDataset(None, far), PackedDataset(None, near)
     for i in range(0, len(theirs), 29):
         assert ours[i]["labels"].tolist() == theirs[i]["labels"].tolist()

@@ -15,13 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peers import peer
 
-from megapack.errors import ConfigError, DataError, FormatError
+from megapack.errors import DataError
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
-from megapack.storage.builder import write_weights
-from megapack.storage.dataset import open_weights
-from megapack.storage.importing import import_dataset
-from megapack.storage.merge import merge
-from storage.strategies import SMALL, corpora, errors, files, flatten, names, write
+from storage.strategies import SMALL, corpora, files, flatten, names, write
 
 
 @given(
@@ -125,58 +121,11 @@ def test_ids_outside_the_limits_are_refused(
     assert IndexedDataset(tmp_path / "clean").meta == dataset.meta
 
 
-def test_label_datasets_accept_minus_100(tmp_path: Path) -> None:
+def test_datasets_with_allow_negative_accept_minus_100(tmp_path: Path) -> None:
     write(tmp_path / "labels", [[[-100, -100, 7]]], np.int32, allow_negative=True)
     assert list(IndexedDataset(tmp_path / "labels")[0]) == [-100, -100, 7]
     with pytest.raises(ValueError, match="uint16 has no negative values"):
         IndexedDatasetBuilder(tmp_path / "no", np.uint16, allow_negative=True)
-
-
-def test_loss_weights_are_stored_as_float16(tmp_path: Path) -> None:
-    write(tmp_path / "d", [[[1, 2]], [[3, 4, 5]]])
-    write_weights(tmp_path / "d", [[1, 0.1], np.array([0.0, 65504, 6e-8])])
-    weights = open_weights(IndexedDataset(tmp_path / "d"))
-    assert weights is not None and weights.dtype == np.uint16
-    expected = np.array([1, 0.1, 0, 65504, 6e-8], np.float16)
-    assert np.array_equal(weights.tokens.view(np.float16), expected)
-    assert not errors(tmp_path / "d.weights")
-    write_weights(tmp_path / "d", [[1, -0.0], [0, 0, -0.0]], overwrite=True)
-    minus = open_weights(IndexedDataset(tmp_path / "d"))
-    assert minus is not None and not minus.tokens[1:].any(), "a zero has no sign"
-    for wrong, message in (
-        ([[1, 2], [1, 2]], "2 weights for document 1, which has 3 tokens"),
-        ([[1, 2]], "weights for 1 documents, and .* has 2"),
-        ([[1, 2], [1, 2, 3], [1]], "document 2, which does not exist"),
-        ([[1, -1], [1, 2, 3]], "loss weight 1 is -1.0; weights are 0, or from 6e-08 to 65504"),
-        ([[1, 1], [1, np.nan, 3]], "loss weight 1 is nan"),
-        ([[1, 1e5], [1, 2, 3]], "loss weight 1 is 100000.0"),
-        ([[1e-9, 1], [1, 2, 3]], "loss weight 0 is 1e-09"),
-        ([["a", 1], [1, 2, 3]], "loss weights are not numbers"),
-    ):
-        with pytest.raises(DataError, match=message):
-            write_weights(tmp_path / "d", wrong, overwrite=True)
-    (tmp_path / "d.weights.meta.json").unlink()
-    with pytest.raises(FormatError, match="does not contain loss_weights: float16"):
-        open_weights(IndexedDataset(tmp_path / "d"))
-
-
-def test_loss_weights_merge_only_with_loss_weights(tmp_path: Path) -> None:
-    for name, dtype in (("d", np.uint16), ("d.weights", np.float16)):
-        write(tmp_path / name, [[[1]], [[2, 3]]], dtype)
-    weights = str(tmp_path / "d.weights")
-    merge([weights, weights], tmp_path / "twice.weights")
-    twice = IndexedDataset(tmp_path / "twice.weights")
-    assert twice.tokens.view(np.float16).tolist() == [1, 2, 3, 1, 2, 3]
-    assert twice.meta is not None and twice.meta["loss_weights"] == "float16"
-    with pytest.raises(DataError, match=r"contains loss weights and .* tokens"):
-        merge([weights, tmp_path / "d"], tmp_path / "no")
-    with pytest.raises(DataError, match="cannot be converted"):
-        merge([weights], tmp_path / "no", dtype=np.int32)
-    with pytest.raises(ConfigError, match="contains loss weights, which belong next to"):
-        import_dataset(weights, tmp_path / "no")
-    builder = IndexedDatasetBuilder(tmp_path / "no", np.uint16)
-    with pytest.raises(DataError, match="same kind"):
-        builder.add_index(weights)
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,32 @@ from hypothesis import strategies as st
 from programs import PYTHON, ended
 from reference.columns import bfloat16, column_bytes, number_bytes
 
-from megapack.errors import ConfigError, DataError, FormatError, LockedError
+from megapack.errors import (
+    ConfigError,
+    DataError,
+    FormatError,
+    IndexMismatchError,
+    LockedError,
+)
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder, columns
-from megapack.storage.column_edits import add_column, export_column, remove_column, spec_of
-from megapack.storage.columns import DTYPES, ColumnSpec, column_path
+from megapack.storage.column_edits import (
+    add_column,
+    export_column,
+    export_dataset,
+    remove_column,
+    spec_of,
+    values_of_dataset,
+)
+from megapack.storage.columns import (
+    DTYPES,
+    INTERPRETED,
+    LABELS,
+    WEIGHTS,
+    ColumnSpec,
+    column_path,
+    column_spec,
+)
+from megapack.storage.dataset import check_converted
 from megapack.storage.importing import import_dataset
 from megapack.storage.index_writer import dataset_files
 from megapack.storage.locks import WriterLock
@@ -256,7 +278,7 @@ def test_datasets_without_columns_keep_their_meta_file(tmp_path: Path) -> None:
     assert IndexedDataset(tmp_path / "a").columns == {}
 
 
-@pytest.mark.parametrize("name", ["labels", "Rewards", "1a", "a.b", "a" * 65, "", "tokens"])
+@pytest.mark.parametrize("name", ["loss_mask", "Rewards", "1a", "a.b", "a" * 65, "", "tokens"])
 def test_invalid_names_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="column name"):
         IndexedDatasetBuilder(tmp_path / "a", columns={name: REWARDS})
@@ -361,11 +383,174 @@ def test_exported_columns_are_added_again(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="exists already"):
         export_column(column, tmp_path / "logits.npy")
     mapped = np.load(tmp_path / "logits.npy", mmap_mode="r")
-    assert spec_of(mapped, dtype="bfloat16") == spec
+    assert spec_of("logits", mapped, dtype="bfloat16") == spec
     add_column(tmp_path / "b", "logits", mapped, spec)
     assert contents(tmp_path / "b") == contents(tmp_path / "a")
     with pytest.raises(ConfigError, match="the values are float64; a column has one of"):
-        spec_of(np.zeros(3))
+        spec_of("logits", np.zeros(3))
+
+
+# ---- Labels and loss weights ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "spec"),
+    [
+        ("labels", {"dtype": "uint16", "of": "target"}),
+        ("labels", {"dtype": "int32", "of": "token", "fill": -100}),
+        ("labels", {"dtype": "int32", "of": "target", "fill": 0}),
+        ("labels", {"dtype": "int64", "of": "target", "fill": -100, "shape": (2,)}),
+        ("weights", {"dtype": "float32", "of": "target"}),
+        ("weights", {"dtype": "float16", "of": "target", "fill": 1}),
+        ("weights", {"dtype": "float16"}),
+    ],
+)
+def test_labels_and_weights_have_one_type(tmp_path: Path, name: str, spec: dict) -> None:
+    wrong = ColumnSpec(**spec)
+    message = f"column {name} is .*; megapack makes {name} of batches of it"
+    with pytest.raises(ConfigError, match=message):
+        IndexedDatasetBuilder(tmp_path / "a", columns={name: wrong})
+    build(tmp_path / "a", [3, 2], specs={})
+    with pytest.raises(ConfigError, match=message):
+        add_column(tmp_path / "a", name, np.zeros(5, wrong.numpy_dtype), wrong)
+    build(tmp_path / "b", [3, 2], specs={"other": wrong})
+    meta = tmp_path / "b.meta.json"
+    meta.write_text(meta.read_text().replace('"other"', f'"{name}"'))
+    with pytest.raises(FormatError, match=f"column {name} is damaged: {message}"):
+        IndexedDataset(tmp_path / "b").columns  # noqa: B018
+
+
+def test_defaults_of_labels_and_weights_are_their_type() -> None:
+    for dtype in ("int8", "int16", "int32", "int64"):
+        spec = ColumnSpec(dtype=dtype, of="target", fill=-100)
+        assert column_spec(LABELS, dtype) == spec == spec_of(LABELS, np.zeros(1, dtype))
+    assert spec_of(LABELS, np.zeros(1, np.uint16)) == INTERPRETED[LABELS]
+    assert spec_of(WEIGHTS, np.zeros(1)) == INTERPRETED[WEIGHTS] == column_spec(WEIGHTS, "float16")
+    assert column_spec("rewards", "float32") == ColumnSpec(dtype="float32")
+
+
+def test_loss_weights_are_checked(tmp_path: Path) -> None:
+    build(tmp_path / "d", [2, 3], specs={})
+
+    def write(weights: object) -> list[float]:
+        add_column(tmp_path / "d", WEIGHTS, weights, INTERPRETED[WEIGHTS], overwrite=True)
+        assert not errors(tmp_path / "d")
+        return IndexedDataset(tmp_path / "d").columns[WEIGHTS].rows
+
+    expected = np.array([1, 0.1, 0, 65504, 6e-8], np.float16)
+    assert np.array_equal(write([[1, 0.1], np.array([0.0, 65504, 6e-8])]), expected)
+    assert np.array_equal(write(np.array([1, 0.1, 0, 65504, 6e-8])), expected)
+    rows = write([[1, -0.0], [0, 0, -0.0]])
+    assert not rows.view(np.uint16)[1:].any(), "a zero has no sign"
+    for wrong, message in (
+        ([[1, 2], [1, 2]], "2 rows for document 1, which has 3 tokens"),
+        ([[1, 2]], "rows of 1 documents, and .* has 2"),
+        ([[1, 2], [1, 2, 3], [1]], "document 2, which does not exist"),
+        ([[1, -1], [1, 2, 3]], "loss weight 1 is -1.0; weights are 0, or from 6e-08 to 65504"),
+        ([[1, 1], [1, np.nan, 3]], "loss weight 1 is nan"),
+        ([[1, 1e5], [1, 2, 3]], "loss weight 1 is 100000.0"),
+        ([[1e-9, 1], [1, 2, 3]], "loss weight 0 is 1e-09"),
+        ([["a", 1], [1, 2, 3]], "loss weights are <U.*, not numbers"),
+        ([[[1], [2]], [1, 2, 3]], r"rows have shape \[2, 1\]"),
+    ):
+        with pytest.raises(DataError, match=message):
+            write(wrong)
+    builder = IndexedDatasetBuilder(tmp_path / "e", columns=INTERPRETED)
+    with builder, pytest.raises(DataError, match="column weights: loss weight 0 is -2"):
+        builder.add_document([1], columns={"labels": [-100], "weights": [-2]})
+
+
+def old_companions(prefix: Path, labels: np.ndarray, weights: np.ndarray, ends: list[int]) -> None:
+    """Write labels and loss weights as versions before columns did."""
+    for name, values, options in (
+        ("labels", labels, {"dtype": labels.dtype, "allow_negative": labels.dtype.kind == "i"}),
+        (
+            "weights",
+            weights.astype(np.float16).view(np.uint16),
+            {"dtype": np.uint16, "metadata": {"loss_weights": "float16"}},
+        ),
+    ):
+        with IndexedDatasetBuilder(f"{prefix}.{name}", **options) as builder:
+            builder.add_documents(values, [0, *ends])
+
+
+@given(
+    lengths=st.lists(st.integers(0, 5), max_size=6),
+    dtype=st.sampled_from([np.uint16, np.int32, np.int64]),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=20, deadline=None)
+def test_old_labels_and_weights_become_columns(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], dtype: type, seed: int
+) -> None:
+    folder = tmp_path_factory.mktemp("old")
+    random, total = np.random.default_rng(seed), sum(lengths)
+    labels = random.integers(0 if dtype == np.uint16 else -100, 9, total).astype(dtype)
+    weights = random.integers(0, 9, total) / 8
+    build(folder / "a", lengths, specs={})
+    old_companions(folder / "a", labels, weights, np.cumsum(lengths).tolist())
+    for name in INTERPRETED:
+        old = f"{folder}/a.{name}"
+        with pytest.raises(ConfigError, match=f"column add {folder}/a {name} {old}"):
+            check_converted(str(folder / "a"), IndexedDataset(folder / "a").columns)
+        values = values_of_dataset(name, old, folder / "a")
+        add_column(folder / "a", name, values, spec_of(name, values))
+    dataset = IndexedDataset(folder / "a")
+    check_converted(str(folder / "a"), dataset.columns)
+    assert dataset.columns["labels"].rows.tolist() == labels.tolist()
+    assert dataset.columns["weights"].rows.tolist() == weights.tolist()
+    with IndexedDatasetBuilder(
+        folder / "b", np.uint16, columns={n: c.spec for n, c in dataset.columns.items()}
+    ) as builder:
+        rows = {"labels": labels, "weights": weights}
+        tokens = np.concatenate([np.zeros(0, np.int64), *map(np.arange, lengths)])
+        builder.add_documents(tokens, np.cumsum([0, *lengths]), columns=rows)
+    assert contents(folder / "b") == contents(folder / "a")
+
+
+def test_datasets_that_are_not_the_values_of_another_are_refused(tmp_path: Path) -> None:
+    build(tmp_path / "a", [3, 2], specs={})
+    old_companions(tmp_path / "a", np.zeros(5, np.int32), np.ones(5), [2, 5])
+    for name in INTERPRETED:
+        with pytest.raises(IndexMismatchError, match="have different lengths"):
+            values_of_dataset(name, tmp_path / f"a.{name}", tmp_path / "a")
+    with pytest.raises(ConfigError, match=r"a\.labels is a dataset, as earlier versions"):
+        merge([tmp_path / "a"], tmp_path / "b")
+    (tmp_path / "a.weights.meta.json").unlink()
+    build(tmp_path / "c", [2, 3], specs={})
+    with pytest.raises(FormatError, match="does not contain loss_weights: float16"):
+        values_of_dataset("weights", tmp_path / "a.weights", tmp_path / "c")
+    with pytest.raises(ConfigError, match="is an address"):
+        values_of_dataset("labels", "s3://bucket/a.labels", tmp_path / "a")
+
+
+@pytest.mark.parametrize("name", [LABELS, WEIGHTS])
+def test_columns_that_are_not_listed_are_not_ignored(tmp_path: Path, name: str) -> None:
+    """A copy without the meta file would train on every token."""
+    build(tmp_path / "a", [3, 2], specs={name: INTERPRETED[name]})
+    (tmp_path / "a.meta.json").unlink()
+    with pytest.raises(FormatError, match=f"a.{name}.col exists, but the meta file does not list"):
+        merge([tmp_path / "a"], tmp_path / "b")
+
+
+def test_labels_are_exported_as_a_dataset_of_the_same_sequences(tmp_path: Path) -> None:
+    spec = INTERPRETED[LABELS]
+    specs = {"labels": spec, "weights": INTERPRETED[WEIGHTS]}
+    with IndexedDatasetBuilder(tmp_path / "a", np.uint16, columns=specs) as builder:
+        rows = {"labels": [-100, 6, 7], "weights": [1, 1, 1]}
+        builder.add_document([5, 6, 7], lengths=[1, 2], columns=rows)
+        builder.add_document([8], columns={"labels": [8], "weights": [1]})
+    export_dataset(tmp_path / "a", "labels", tmp_path / "out")
+    dataset = IndexedDataset(tmp_path / "out")
+    assert [each.tolist() for each in dataset[:]] == [[-100], [6, 7], [8]]
+    assert dataset.document_lengths.tolist() == [3, 1] and dataset.dtype == np.int32
+    assert not errors(tmp_path / "out")
+    with pytest.raises(ConfigError, match="exists already"):
+        export_dataset(tmp_path / "a", "labels", tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"column weights is float16, .* a FILE\.npy"):
+        export_dataset(tmp_path / "a", "weights", tmp_path / "no")
+    values = values_of_dataset("labels", tmp_path / "out", tmp_path / "a")
+    assert not add_column(tmp_path / "a", "labels", values, spec_of("labels", values))
 
 
 # ---- Merge ---------------------------------------------------------------------------------------

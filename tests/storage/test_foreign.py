@@ -28,6 +28,7 @@ from programs import PYTHON, ended
 from megapack import IndexedDataset, pack
 from megapack.errors import ConfigError, DataError, FormatError, MegapackError
 from megapack.storage import read_document_lengths
+from megapack.storage.columns import INTERPRETED
 from megapack.storage.dataset import read_documents, read_lengths_file
 from megapack.storage.importing import import_dataset
 from megapack.storage.repair import repair
@@ -331,10 +332,9 @@ def stored(prefix: Path) -> Read:
     bounds = np.concatenate([[0], np.cumsum(dataset.document_lengths)])
     tokens = dataset.tokens.tolist()
     documents = [tokens[a:b] for a, b in itertools.pairwise(bounds)]
-    labels = Path(f"{prefix}.labels")
-    if not IndexedDataset.exists(labels):
+    if "labels" not in dataset.columns:
         return documents, None
-    values = IndexedDataset(labels).tokens.tolist()
+    values = dataset.columns["labels"].rows.tolist()
     assert all(v in (-100, t) for v, t in zip(values, tokens, strict=True))
     return documents, bytes(v >= 0 for v in values)
 
@@ -467,20 +467,27 @@ def test_a_loss_mask_becomes_labels(folder: Path) -> None:
     Path(f"{path}.loss").write_bytes(bytes([0, 1, 1, 0, 1]))
     for _ in range(2):
         said = import_dataset(path, "out")
-        labels = IndexedDataset("out.labels")
-        assert labels.tokens.tolist() == [-100, 6, 0, -100, 0]
-        assert labels.document_lengths.tolist() == [3, 2]
-        Path("out.labels.idx").unlink()  # a missing file is written again
+        labels = IndexedDataset("out").columns["labels"]
+        assert labels.rows.tolist() == [-100, 6, 0, -100, 0]
+        assert labels.spec == INTERPRETED["labels"]
     assert "nothing to do" in said
+    Path("out.labels.col").unlink()  # a missing file is written again
+    assert "nothing to do" not in import_dataset(path, "out")
+    assert IndexedDataset("out").columns["labels"].rows.tolist() == labels.rows.tolist()
     meta = IndexedDataset("out").meta
     assert meta is not None and meta["tokenizer"] == {"name": "gpt2"}
     assert meta["document_end_token"] == 0 and meta["loss_mask"]["masked_tokens"] == 2
     Path(f"{path}.loss").write_bytes(bytes([0, 1, 1, 1, 1]))
-    with pytest.raises(ConfigError, match="its loss_mask differs"):
+    with pytest.raises(ConfigError, match="differs"):
         import_dataset(path, "out")
+    given = {"labels": (np.zeros(5, np.int32), INTERPRETED["labels"])}
+    with pytest.raises(ConfigError, match="loss gives labels already"):
+        import_dataset(path, "out", columns=given, overwrite=True)
     Path(f"{path}.loss").unlink()
-    with pytest.raises(ConfigError, match=r"labels of an earlier import.*remove out.labels"):
-        import_dataset(path, "out", overwrite=True)
+    with pytest.raises(ConfigError, match="differs"):
+        import_dataset(path, "out")
+    import_dataset(path, "out", overwrite=True)
+    assert not IndexedDataset("out").columns and not Path("out.labels.col").exists()
 
 
 def write_overflowed(prefix: str, dtype: str) -> None:

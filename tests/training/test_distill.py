@@ -234,7 +234,7 @@ def test_the_gradient_equals_the_definition(documents: Path, new_run: NewRun) ->
     total, apart, count = torch.zeros(()), 0.0, 0
     for sample in inputs.schedule.step(0).sample_ids.tolist():
         for document, begin, length in inputs.schedule.samples.segments(sample)[1]:
-            tokens = torch.tensor(inputs.data.datasets[0].open(0).documents[document]).long()
+            tokens = torch.tensor(inputs.data.datasets[0].open(0)[document]).long()
             assert (begin, length) == (0, len(tokens))
             scores = student.model(input_ids=tokens[None, :-1], use_cache=False).logits[0]
             with torch.no_grad():

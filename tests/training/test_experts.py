@@ -151,7 +151,7 @@ def plain_step(model: Any, inputs: Inputs, config: PretrainConfig, ranks: int) -
             for sample in batch:
                 source, segments = samples.segments(sample)
                 for document, begin, length in segments:
-                    text = inputs.data.datasets[source].open(0)[0][document].astype(np.int64)
+                    text = inputs.data.datasets[source].open(0)[document].astype(np.int64)
                     whole = torch.from_numpy(text)
                     tokens, label = whole[begin : begin + length], whole[begin + 1 :][:length]
                     found = model(input_ids=tokens.unsqueeze(0), use_cache=False)

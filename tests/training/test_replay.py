@@ -54,7 +54,7 @@ def plain_step(model: Any, inputs: Inputs, config: PretrainConfig, replays: bool
         **{"data_parallel_rank": 0, "data_parallel_size": 1},
         micro_batch_tokens=config.data.micro_batch_tokens,
     )
-    dataset = inputs.data.datasets[0].open(0)[0]
+    dataset = inputs.data.datasets[0].open(0)
     begins = np.concatenate([[0], np.cumsum(dataset.document_lengths)])
     for batch in sampler.micro_batches(0):
         for sample in batch:

@@ -20,7 +20,8 @@ from megapack.data.resume import check_record, flatten, is_within, tokenizer_dig
 from megapack.errors import ConfigError, FormatError, ResumeError
 from megapack.packing import pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
-from megapack.storage.builder import write_weights
+from megapack.storage.column_edits import add_column
+from megapack.storage.columns import INTERPRETED
 from megapack.training.config import PretrainConfig
 from megapack.training.engine.checkpoint import Resume
 from megapack.training.engine.directory import CheckpointManifest
@@ -357,13 +358,13 @@ def _repacked(folder: Path, buckets: list[int]) -> None:
 
 def _labelled(folder: Path) -> None:
     documents = IndexedDataset(folder / "train")
-    with IndexedDatasetBuilder(folder / "train.labels", np.int32) as builder:
-        builder.add_documents(documents.tokens, np.cumsum([0, *documents.document_lengths]))
+    labels = documents.tokens.astype(np.int32)
+    add_column(folder / "train", "labels", labels, INTERPRETED["labels"])
 
 
 def _weighted(folder: Path) -> None:
-    lengths = IndexedDataset(folder / "train").document_lengths
-    write_weights(folder / "train", map(np.ones, lengths))
+    weights = np.ones(IndexedDataset(folder / "train").num_tokens, np.float16)
+    add_column(folder / "train", "weights", weights, INTERPRETED["weights"])
 
 
 FILES: dict[str, tuple[Callable[[Path], None], str]] = {

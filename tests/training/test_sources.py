@@ -20,8 +20,10 @@ from megapack.cli.report_charts import read_run
 from megapack.config import load_config
 from megapack.errors import ConfigError
 from megapack.packing import pack
-from megapack.storage import IndexedDataset, IndexedDatasetBuilder, read_document_lengths
-from megapack.storage.builder import write_weights
+from megapack.storage import IndexedDataset, read_document_lengths
+from megapack.storage.column_edits import add_column
+from megapack.storage.columns import INTERPRETED
+from megapack.storage.merge import merge
 from megapack.training.config import PretrainConfig
 from megapack.training.dry_run import dry_run
 from megapack.training.engine.engine import _sum_by_sample
@@ -103,7 +105,7 @@ def test_step_without_weighted_labels_has_no_loss(new_run: NewRun, tmp_path: Pat
     blend = noisy_blend(tmp_path, num_steps=4, begin=4, noise=0)
     documents = np.ones((4, PER_STEP, ROW), np.float16)
     documents[1] = 0  # the second step draws it: scores are sorted
-    write_weights(tmp_path / "web", documents.reshape(-1, ROW))
+    add_column(tmp_path / "web", "weights", documents.reshape(-1), INTERPRETED["weights"])
     data = {**drawn_from(blend), "tokens_per_step": PER_STEP * ROW}
     run = new_run(num_steps=4, data=data, autopilot={"spikes": True, "confirm": 1})
     output = run.succeed()
@@ -167,12 +169,12 @@ def test_weights_of_tokens_multiply_their_losses(
         for source, seed in zip(tree["sources"], (1, 2), strict=True):
             lengths = read_document_lengths(source["prefix"])
             random = np.random.default_rng(seed)
-            own = [random.choice([0, 0.25, 1, 3], size=n).astype(np.float32) for n in lengths]
-            source["token_weights"] = str(blend.with_name(f"{source['name']}.weights"))
-            with IndexedDatasetBuilder(source["token_weights"], np.float16) as builder:
-                for values in own:
-                    builder.add_document(values)
-            weights.append(np.concatenate(own))
+            own = random.choice([0, 0.25, 1, 3], size=int(lengths.sum())).astype(np.float32)
+            prefix = str(blend.with_name(source["name"]))
+            merge([source["prefix"]], prefix)
+            add_column(prefix, "weights", own, INTERPRETED["weights"])
+            source["prefix"] = prefix
+            weights.append(own)
         tree["sources"][1]["loss_weight"] = 2.5
     run = new_run(num_steps=1, data=drawn_from(blend))
     more = [f"data.loss={loss}", f"engine.zero_stage={stage}"]

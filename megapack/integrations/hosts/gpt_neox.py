@@ -18,10 +18,14 @@ import importlib
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from megapack.data.blend import Source
-from megapack.errors import ConfigError
+from megapack.data.documents import DatasetDocuments, SourceDocuments
+from megapack.errors import ConfigError, IndexMismatchError
 from megapack.integrations.dialects import GPT_NEOX, GPT_NEOX_LABELS
 from megapack.integrations.host import Rebinding, check_options
 from megapack.integrations.rows import text_rows as segments
@@ -33,6 +37,9 @@ from megapack.integrations.rows.text_rows import (
     build_text_rows,
     split_bounds,
 )
+from megapack.packing.sharded import PackedColumn
+from megapack.storage import IndexedDataset
+from megapack.storage.columns import LABELS, Column, ColumnEntry
 
 __all__ = ["NeoXProvider", "install", "uninstall"]
 
@@ -40,6 +47,55 @@ _rebinding = Rebinding("GPT-NeoX")
 
 # The function that builds loaders has one of these names, depending on the release.
 LOADERS = ("build_train_valid_test_data_loaders", "build_train_valid_test_data_iterators")
+
+
+class LabeledDocuments(DatasetDocuments):
+    """Documents whose labels are a dataset with one label for each token; negative: no loss.
+
+    Raises IndexMismatchError if the datasets have different numbers of tokens.
+    """
+
+    def __init__(self, dataset: IndexedDataset, labels: IndexedDataset) -> None:
+        super().__init__(dataset, ignored=[LABELS])
+        self.labels = labels
+        if labels.num_tokens != dataset.num_tokens:
+            raise IndexMismatchError(
+                f"labels {labels.prefix} have {labels.num_tokens} tokens and {dataset.prefix} has "
+                f"{dataset.num_tokens}; give the labels of these documents"
+            )
+        entry = self._column.entry
+        packed = PackedColumn(spec=entry.spec, identity=entry.identity)
+        self.columns = [(self.prefix, {**self.columns[0][1], LABELS: packed})]
+
+    def open_columns(self, shard: IndexedDataset, names: Iterable[str]) -> dict[str, Column]:
+        names = list(names)
+        columns = super().open_columns(shard, names)
+        return {**columns, LABELS: self._column} if LABELS in names else columns
+
+    @property
+    def _column(self) -> Column:  # not cached: it would be pickled with its values
+        tokens = self.labels.mapped_tokens
+        entry = ColumnEntry(
+            dtype=tokens.dtype.name,
+            shape=(),
+            fill=-100 if tokens.dtype.kind == "i" else 0,
+            of="target",
+            bytes=tokens.nbytes,
+            xxh3_128=tuple(map(str, self.labels.content_digest)),
+        )
+        return Column(LABELS, entry, self.labels.tokens, tokens.view(np.uint8))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabeledSource(Source):
+    """Source with the labels of ``train_label_data_paths``."""
+
+    label_path: str
+
+    def open_documents(self) -> SourceDocuments:
+        """Return its documents with their labels, memory-mapped."""
+        assert self.prefix is not None
+        return LabeledDocuments(IndexedDataset(self.prefix), IndexedDataset(self.label_path))
 
 
 class NeoXProvider:
@@ -120,8 +176,9 @@ class NeoXProvider:
     def _build(
         self, splits: Iterable[Any], seq_length: int, seed: int, *, with_labels: bool = False
     ) -> tuple[TextRowDataset | None, ...]:
-        """Return rows of train, valid and test; with_labels adds ``label`` if a source names its
-        labels. ``splits``: manifest or None, fractions of documents, numbers of rows and epochs."""
+        """Return rows of train, valid and test; with_labels adds ``label`` if a source is a
+        ``LabeledSource``. ``splits``: manifest or None, fractions of documents, numbers of rows and
+        epochs."""
         datasets: list[TextRowDataset | None] = []
         for manifest, split, num_rows, num_epochs in splits:
             if manifest is None:
@@ -132,7 +189,7 @@ class NeoXProvider:
                 raise ConfigError(
                     'train_batch_size is unknown; set "rows_per_block" in the manifest'
                 )
-            labeled = any(source.labels not in ("auto", "none") for source in manifest.sources)
+            labeled = any(isinstance(source, LabeledSource) for source in manifest.sources)
             dataset = build_text_rows(
                 manifest,
                 RowOptions(sequence_length=seq_length, rows_per_block=int(block), seed=seed),
@@ -253,7 +310,9 @@ def _manifest_of(neox_args: Any, split: str) -> Manifest | None:
     labels = getattr(neox_args, f"{split}_label_data_paths", None) or [None] * len(paths)
     return Manifest(
         sources=tuple(
-            Source(prefix=path, weight=weight, labels=label or "auto")
+            LabeledSource(prefix=path, weight=weight, label_path=label)
+            if label
+            else Source(prefix=path, weight=weight)
             for path, weight, label in zip(paths, weights, labels, strict=True)
         )
     )

@@ -645,7 +645,7 @@ def sft_trainer(*, train_dataset: MicroBatches, args: Any, **options: Any) -> An
     import datasets  # type: ignore[import-untyped] # noqa: PLC0415
     from trl import SFTTrainer  # noqa: PLC0415
 
-    labels = "<prefix>.labels marks the tokens with loss (megapack-build tokenize --messages-key)"
+    labels = "column labels marks the tokens with loss (megapack-build tokenize --messages-key)"
     check_options({
         "SFTConfig.packing": (args.packing, False, "rows are packed already"),
         "SFTConfig.completion_only_loss": (args.completion_only_loss, None, labels),

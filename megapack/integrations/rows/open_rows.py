@@ -35,7 +35,7 @@ import xxhash
 from megapack.config import from_dict, load_config, to_dict
 from megapack.data.blend import HostOptions, Source
 from megapack.data.dataset import open_blend
-from megapack.data.documents import SourceDocuments, open_source
+from megapack.data.documents import SourceDocuments
 from megapack.data.report import check_epochs, check_labels, plan_run
 from megapack.errors import ConfigError, LockedError
 from megapack.integrations.rows.dataset import RowDataset, RowOptions
@@ -267,15 +267,7 @@ def build_index(dataset: IndexedDataset, recipe: Recipe) -> SampleIndex:
 
 def open_documents(manifest: Manifest) -> list[SourceDocuments]:
     """Return the documents of a manifest, memory-mapped; shards are opened at first use."""
-    return [
-        open_source(
-            source.prefix,
-            source.open_index() if source.prefix is None else None,
-            labels=None if source.labels == "none" else source.labels,
-            weights=None if source.token_weights == "none" else source.token_weights,
-        )
-        for source in manifest.sources
-    ]
+    return [source.open_documents() for source in manifest.sources]
 
 
 def open_rows(
@@ -392,7 +384,7 @@ def _index_of(
         align=options.align,
         fim_room=fim_room,
     )
-    index = cached_index(dataset.open(0)[0], recipe, Path(where), node_local=manifest.node_local)
+    index = cached_index(dataset.open(0), recipe, Path(where), node_local=manifest.node_local)
     return index if index.num_samples else None
 
 

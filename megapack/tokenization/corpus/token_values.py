@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,8 +27,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapack.errors import ConfigError, DataError
-from megapack.storage.columns import DTYPES, ColumnSpec, check_column_name
-from megapack.storage.tokens import as_loss_weights, open_npy
+from megapack.storage.columns import (
+    DTYPES,
+    INTERPRETED,
+    WEIGHTS,
+    ColumnSpec,
+    check_column_name,
+    column_spec,
+    rows_of,
+)
+from megapack.storage.tokens import open_npy
 from megapack.tokenization.corpus.documents import Place, TextBlock
 
 Spans = Callable[[str], NDArray[np.int64]]  # text -> (num_tokens, 2), characters of each token
@@ -46,8 +54,8 @@ class ColumnOption:
     key: str
     dtype: str | None = None
     shape: tuple[int, ...] | None = None
-    of: Literal["token", "target"] = "token"
-    fill: float = 0
+    of: Literal["token", "target"] | None = None  # this and fill: see ``column_spec``
+    fill: float | None = None
 
     @staticmethod
     def parse(text: str) -> ColumnOption:
@@ -79,7 +87,7 @@ class ColumnOption:
 
     def spec(self, dtype: str, shape: tuple[int, ...]) -> ColumnSpec:
         """Return the column's type. Raises ConfigError if it is not valid."""
-        return ColumnSpec(dtype=dtype, shape=shape, fill=self.fill, of=self.of)
+        return column_spec(self.name, dtype, shape, fill=self.fill, of=self.of)
 
     def spec_for(self, first: tuple[str, Place] | None, note: Callable[[str], None]) -> ColumnSpec:
         """Return the column's type, by default that of the first document's value (from
@@ -191,16 +199,10 @@ class LossWeights(TokenValues):
     """Loss weights: float16, 1 where none is given."""
 
     def __init__(self) -> None:
-        super().__init__("loss weights", ColumnSpec(dtype="float16", fill=1))
+        super().__init__("loss weights", replace(INTERPRETED[WEIGHTS], fill=1))
 
     def rows(self, values: Any) -> NDArray[Any]:
-        array = np.asarray(values) if len(values) else np.zeros(0)
-        if array.ndim != 1 or array.dtype.kind not in "biuf":
-            raise DataError(
-                f"they are not numbers: {array.dtype} of shape {list(array.shape)}; give one "
-                "number per token"
-            )
-        return as_loss_weights(array).view(np.float16)
+        return rows_of(WEIGHTS, self.spec, values)
 
     def framed(self, rows: NDArray[Any], before: int, after: int) -> NDArray[Any]:
         # The last token's weight also applies to the end-of-document label.

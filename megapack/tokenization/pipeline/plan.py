@@ -30,8 +30,8 @@ import xxhash
 from megapack.config import check_range
 from megapack.errors import ConfigError, require
 from megapack.storage.address import is_remote
-from megapack.storage.columns import ColumnSpec
-from megapack.storage.index_file import COMPANIONS, GROUPS, LABELS, WEIGHTS, prefix_of
+from megapack.storage.columns import INTERPRETED, LABELS, WEIGHTS, ColumnSpec
+from megapack.storage.index_file import GROUPS, prefix_of
 from megapack.tokenization.corpus.documents import (
     SPLIT_NAMES,
     OnError,
@@ -62,11 +62,6 @@ _EXECUTION = frozenset(
 )
 # Fields whose option has a different name: field -> option.
 OPTIONS = {"inputs": "input", "suffixes": "suffix", "columns": "column"}
-
-
-def ending_of(name: str) -> str:
-    """Return the suffix of a stream or prefix: that of labels, weights or groups, "" for tokens."""
-    return next((end for end in COMPANIONS if name.endswith(end)), "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +106,6 @@ class BuildConfig:
     split: str | None = None  # "98,1,1"
     split_by: Literal["order", "hash"] = "order"
     split_key: str | None = None  # hash the value of this key, not the text
-    label_names: Literal["megapack", "neox"] = "megapack"
     shard_bytes: int | None = None
 
     # Execution.
@@ -173,9 +167,12 @@ class BuildConfig:
                 "token: leave out --messages-key (--chat-loss chooses the loss of conversations; "
                 "`megapack-build column add` adds columns to them) and --backend gigatoken"
             )
-        names = [option.name for option in self.column_options]
+        names = [WEIGHTS, *(option.name for option in self.column_options)]
         if repeated := {name for name in names if names.count(name) > 1}:
-            yield f"--column names {min(repeated)} twice; give each column another name"
+            yield (
+                f"--column names {min(repeated)} twice, or weights, which --weights-key reads; "
+                "give each column another name"
+            )
         if self.special_tokens == "text" and (chat or self.backend == "gigatoken"):
             yield (
                 "--special-tokens text is for plain text (chat formats write special tokens), and "
@@ -187,7 +184,6 @@ class BuildConfig:
     def _chat_options(self) -> Iterator[str]:
         """Yield a sentence for each option that has no effect without conversations."""
         for option, given in (
-            ("--label-names neox", self.label_names == "neox"),
             (f"--chat-loss {self.chat_loss}", self.chat_loss is not None),
             (f"--chat-format {self.chat_format}", self.chat_format != "template"),
             (f"--tools-key {self.tools_key!r}", self.tools_key != "tools"),
@@ -208,30 +204,14 @@ class BuildConfig:
 
     @property
     def outputs(self) -> dict[str, str]:
-        """Datasets that the build makes: stream (``""``, ``"_valid"``, ``"_valid.labels"``) ->
-        prefix.
-
-        GPT-NeoX names the tokens ``<prefix>_<key>_document`` and the labels
-        ``<prefix>_<key>_label_document``.
-        """
+        """Datasets that the build makes: stream (``""``, ``"_valid"``, ``"_valid.groups"``) ->
+        prefix."""
         splits = [""]
         if self.split_weights is not None:
             chosen = zip(SPLIT_NAMES, self.split_weights, strict=True)
             splits = [f"_{name}" for name, weight in chosen if weight > 0]
-        tokens, labels = "", LABELS
-        if self.label_names == "neox":
-            tokens = f"_{self.messages_key}_document"
-            labels = f"_{self.messages_key}_label_document"
-        outputs = {}
-        for split in splits:
-            outputs[split] = self.output_prefix + split + tokens
-            if self.messages_key is not None:
-                outputs[split + LABELS] = self.output_prefix + split + labels
-            if self.weights_key is not None:
-                outputs[split + WEIGHTS] = self.output_prefix + split + WEIGHTS
-            if self.group_key is not None:
-                outputs[split + GROUPS] = outputs[split] + GROUPS
-        return outputs
+        ends = ("",) if self.group_key is None else ("", GROUPS)
+        return {split + end: self.output_prefix + split + end for split in splits for end in ends}
 
     def command(self) -> str:
         """Return a command line that builds the same dataset."""
@@ -301,10 +281,8 @@ class Plan:
             del read["group_key"]
         read["beside"] = [list(pair) for pair in self.read.extra_keys]
         keys = dict(read.pop("value_keys"))
-        if WEIGHTS in keys:  # keeps the digest of plans from before columns
-            read["weights_key"] = keys[WEIGHTS]
         columns = {
-            name: {"key": keys[name], **dataclasses.asdict(spec), "shape": list(spec.shape)}
+            name: {"key": keys.get(name), **dataclasses.asdict(spec), "shape": list(spec.shape)}
             for name, spec in self.columns.items()
         }
         config = self.config
@@ -350,13 +328,11 @@ class Plan:
 
     @functools.cached_property
     def token_values(self) -> dict[str, TokenValues]:
-        """Readers of loss weights (``WEIGHTS``) and columns, by name."""
-        readers = {name: TokenValues(f"column {name}", s) for name, s in self.columns.items()}
-        return readers if self.config.weights_key is None else {WEIGHTS: LossWeights(), **readers}
-
-    @property
-    def has_labels(self) -> bool:
-        return self.chat_format is not None
+        """Readers of the columns of text, by name."""
+        return {
+            name: LossWeights() if name == WEIGHTS else TokenValues(f"column {name}", spec)
+            for name, spec in self.columns.items()
+        }
 
     @property
     def split(self) -> tuple[float, ...] | None:
@@ -375,16 +351,12 @@ class Plan:
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """Suffixes of each stream's datasets: "" for tokens; labels, weights, groups if any."""
-        there = {
-            LABELS: self.has_labels,
-            WEIGHTS: WEIGHTS in self.token_values,
-            GROUPS: self.read.group_key is not None,
-        }
-        return ("", *(end for end, wanted in there.items() if wanted))
+        """Suffixes of each stream's datasets: "" for tokens, and that of groups if any."""
+        return ("",) if self.read.group_key is None else ("", GROUPS)
 
-    def stored(self, end: str) -> dict[str, Any]:
-        """Return the arguments of ``IndexedDatasetBuilder`` for a dataset with this suffix."""
+    def stored(self, dataset: str) -> dict[str, Any]:
+        """Return the arguments of ``IndexedDatasetBuilder`` for a dataset; ``dataset`` is its
+        stream or a shard's prefix, which ends in ``.groups`` for groups."""
         metadata: dict[str, Any] = {
             "tokenizer": {
                 "name": Path(self.tokenizer.name).name,
@@ -394,15 +366,10 @@ class Plan:
             },
             "plan": self.digest,
         }
-        if end == WEIGHTS:
-            return {"dtype": np.float16, "metadata": metadata}
-        if end == GROUPS:
+        if dataset.endswith(GROUPS):
             del metadata["tokenizer"]
             metadata["groups"] = "a document of one number for each: the group that it is of, or -1"
             return {"dtype": np.int64, "allow_negative": True, "metadata": metadata}
-        if end == LABELS:
-            metadata["labels"] = "token id where it carries loss, -100 elsewhere; not shifted"
-            return {"dtype": np.int32, "allow_negative": True, "metadata": metadata}
         for key, token in (("document_begin_token", self.bos), ("document_end_token", self.eod)):
             if token is not None:
                 metadata[key] = token.id
@@ -539,17 +506,20 @@ def _column_specs(
     shards: Sequence[Shard],
     note: Callable[[str], None],
 ) -> dict[str, ColumnSpec]:
-    """Return the types of the columns, from the options or the first document of a sample that has
-    a value. Report an optional key that no sampled document has, because it may be misspelled."""
+    """Return the types of the columns: labels of conversations, loss weights, and those of
+    ``--column``, from the option or the first document of a sample that has a value. Report an
+    optional key that no sampled document has, because it may be misspelled."""
+    specs = {} if config.messages_key is None else {LABELS: INTERPRETED[LABELS]}
     if not read.value_keys and read.group_key is None:
-        return {}
+        return specs
     blocks = sample_blocks(shards, read)
     groups = {group for block in blocks if block.groups is not None for group in block.groups}
     keys = dict(read.value_keys)
     missing = [] if groups - {-1} else [("--group-key", read.group_key)]
-    if WEIGHTS in keys and first_value(blocks, WEIGHTS) is None:
-        missing.append(("--weights-key", keys[WEIGHTS]))
-    specs = {}
+    if WEIGHTS in keys:
+        specs[WEIGHTS] = INTERPRETED[WEIGHTS]
+        if first_value(blocks, WEIGHTS) is None:
+            missing.append(("--weights-key", keys[WEIGHTS]))
     for option in config.column_options:
         first = first_value(blocks, option.name)
         if first is None:

@@ -17,19 +17,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-import numpy as np
-
 from megapack.errors import DataError, MegapackError
 from megapack.executors import Counted, prepare_processes, run_shards
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
-from megapack.storage.index_file import WEIGHTS, path_of, read_header
+from megapack.storage.index_file import GROUPS, path_of, read_header
 from megapack.storage.index_writer import dataset_files
 from megapack.storage.merge import merge
 from megapack.storage.remote.copies import local_output
 from megapack.tokenization.corpus.documents import SPLIT_NAMES, ordered_split
 from megapack.tokenization.corpus.inputs import InputFile, find_inputs
 from megapack.tokenization.corpus.readers import MIN_SHARD_BYTES
-from megapack.tokenization.pipeline.plan import BuildConfig, Plan, ending_of, make_plan
+from megapack.tokenization.pipeline.plan import BuildConfig, Plan, make_plan
 from megapack.tokenization.pipeline.worker import ShardWorker, open_coder
 from megapack.tokenization.pipeline.workspace import (
     Estimate,
@@ -283,7 +281,7 @@ def assemble(
         }
     for stream, output in outputs.items():  # check all before writing one
         if ranges:
-            num_documents = len(ranges[stream.removesuffix(ending_of(stream))])
+            num_documents = len(ranges[stream.removesuffix(GROUPS)])
         else:
             headers = (read_header(path_of(shard + stream, ".idx")) for shard in shards)
             num_documents = sum(header.num_documents for header in headers)
@@ -292,8 +290,7 @@ def assemble(
             raise DataError(f"{name} would have no documents; give it a larger share in --split")
     workspace.mark_incomplete()
     for stream, output in outputs.items():
-        ending = ending_of(stream)
-        stored = plan.stored(ending)
+        stored = plan.stored(stream)
         stored["metadata"]["command"] = command
         if not ranges:
             datasets = [shard + stream for shard in shards]
@@ -308,9 +305,10 @@ def assemble(
             continue
         with IndexedDatasetBuilder(output, **stored, overwrite=True) as builder:
             begin = 0
-            split_range = ranges[stream.removesuffix(ending)]
+            split = stream.removesuffix(GROUPS)
+            split_range = ranges[split]
             for shard, count in zip(shards, documents_of_shard, strict=True):
-                dataset = shard + ending
+                dataset = shard + stream.removeprefix(split)
                 low, high = max(split_range.start - begin, 0), min(split_range.stop - begin, count)
                 _append(builder, dataset, low, high, count)
                 copied(dataset, used_up=low < high == count)
@@ -325,7 +323,5 @@ def _append(builder: IndexedDatasetBuilder, prefix: str, low: int, high: int, co
         dataset = IndexedDataset(prefix)
         bounds = dataset.document_offsets[low : high + 1]
         tokens = dataset.tokens[bounds[0] : bounds[-1]]
-        if prefix.endswith(WEIGHTS):
-            tokens = tokens.view(np.float16)
         columns = {n: c.rows[bounds[0] : bounds[-1]] for n, c in dataset.columns.items()}
         builder.add_documents(tokens, bounds - bounds[0], columns=columns)

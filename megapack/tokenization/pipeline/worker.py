@@ -22,10 +22,10 @@ from megapack import _core
 from megapack.errors import ConfigError, MegapackError
 from megapack.executors import Counted, Report
 from megapack.storage import IndexedDatasetBuilder
-from megapack.storage.index_file import GROUPS, LABELS, WEIGHTS
+from megapack.storage.index_file import GROUPS
 from megapack.tokenization.corpus.documents import Faults, TextBlock, hashed_split, lacks_documents
 from megapack.tokenization.corpus.readers import read_blocks
-from megapack.tokenization.pipeline.plan import Plan, chat_templates, ending_of
+from megapack.tokenization.pipeline.plan import Plan, chat_templates
 from megapack.tokenization.pipeline.workspace import (
     ShardRecord,
     Totals,
@@ -153,7 +153,7 @@ class ShardWorker:
         with contextlib.ExitStack() as stack:
             builders = {}
             for dataset in datasets:
-                stored = plan.stored(ending_of(dataset))
+                stored = plan.stored(dataset)
                 # No fsync: a shard is used only if its checksums match.
                 builder = IndexedDatasetBuilder(dataset, **stored, durable=False, overwrite=True)
                 builders[dataset] = stack.enter_context(builder)
@@ -162,13 +162,7 @@ class ShardWorker:
             all_coded = prefetch(_encode(blocks, plan, self.coder, code_faults))
             for stream, block, coded in stack.enter_context(contextlib.closing(all_coded)):
                 tokens, offsets = coded.tokens, coded.offsets
-                columns = {name: coded.values[name] for name in plan.columns}
-                builders[prefix + stream].add_documents(tokens, offsets, columns=columns)
-                if coded.labels is not None:
-                    builders[prefix + stream + LABELS].add_documents(coded.labels, offsets)
-                if WEIGHTS in coded.values:
-                    weights = coded.values[WEIGHTS]
-                    builders[prefix + stream + WEIGHTS].add_documents(weights, offsets)
+                builders[prefix + stream].add_documents(tokens, offsets, columns=coded.columns)
                 if block.groups is not None:
                     ids = block.groups[coded.kept]
                     builders[prefix + stream + GROUPS].add_documents(ids, np.arange(len(ids) + 1))

@@ -54,7 +54,7 @@ from megapack.tokenization.corpus.documents import (
     lacks_documents,
 )
 from megapack.tokenization.corpus.inputs import input_digest
-from megapack.tokenization.pipeline.plan import Plan, differences, ending_of
+from megapack.tokenization.pipeline.plan import Plan, differences
 from megapack.tokenization.tokenizers.coding import Coder
 from megapack.tokenization.tokenizers.probe import sample_blocks
 from megapack.units import size
@@ -184,7 +184,7 @@ class Workspace:
                 p,
                 overwrite=overwrite,
                 difference=partial(self._difference, before, p),
-                columns=() if ending_of(stream) else self._plan.columns,
+                columns=() if stream.endswith(GROUPS) else self._plan.columns,
             )
             for stream, p in self._config.outputs.items()
         ]

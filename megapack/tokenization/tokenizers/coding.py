@@ -1,16 +1,16 @@
-"""Turn blocks of documents into tokens to store, and labels if some tokens carry no loss.
+"""Turn blocks of documents into tokens to store, and columns: labels, loss weights and others.
 
 - Frame: ids added around each document, stored dtype; Coded: documents ready to be stored
-- TextCoder: plain text, with the loss weights and columns of its tokens
+- TextCoder: plain text, with the columns of its tokens
 - ChatCoder: conversations, tokenized by HeaderChats (role headers) or TemplateChats
   (template_chats.py)
 
     coder = TextCoder(encoder, Frame("uint16", vocab_size=259, prefix=(257,), suffix=(256,)))
     coder.code(TextBlock.of_texts(["a", "bc"]), Faults())
-    # -> tokens [257, 97, 256, 257, 98, 99, 256], offsets [0, 3, 7], labels None
+    # -> tokens [257, 97, 256, 257, 98, 99, 256], offsets [0, 3, 7]
 
 Labels are aligned with the tokens, not shifted. A label is the token's id if it carries loss, else
--100, as in GPT-NeoX's label files.
+-100.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from megapack import _core
 from megapack.errors import ConfigError, DataError, first_line, is_foreign
+from megapack.storage.columns import LABELS
 from megapack.tokenization.corpus.documents import (
     Faults,
     TextBlock,
@@ -54,9 +55,8 @@ class Coded(NamedTuple):
 
     tokens: NDArray[Any]  # in the stored dtype
     offsets: NDArray[np.int64]  # shape (documents + 1,)
-    labels: NDArray[np.int32] | None  # aligned with tokens; None: all tokens carry loss
     kept: NDArray[np.bool_]  # per document of the block: True if it is in ``tokens``
-    values: Mapping[str, NDArray[Any]] = {}  # rows aligned with tokens, by ``TextCoder.values``
+    columns: Mapping[str, NDArray[Any]] = {}  # rows aligned with tokens, by name
     controls: Mapping[int, int] = {}  # special tokens in the texts: id -> count
 
 
@@ -125,7 +125,7 @@ class TextCoder:
             kept[kept] = usable
         tokens, framed = self.frame.put_around(ids, offsets)
         controls = ids[self._is_control[ids]] if self._is_control.any() else ids[:0]
-        return Coded(tokens, framed, None, kept, values, collections.Counter(controls.tolist()))
+        return Coded(tokens, framed, kept, values, collections.Counter(controls.tolist()))
 
     def _encode(
         self, block: TextBlock, faults: Faults
@@ -286,7 +286,7 @@ class ChatCoder(Generic[T]):
         offsets = offsets_of([len(chat.ids) for chat in chats])
         tokens, offsets = self.frame.put_around(ids, offsets, bare=True)
         labels = np.where(learned, ids, np.int32(NO_LOSS)).astype(np.int32)
-        return Coded(tokens, offsets, labels, kept)
+        return Coded(tokens, offsets, kept, {LABELS: labels})
 
     def _items(self, block: TextBlock) -> Generator[T, None, None]:
         num_read = 0

@@ -168,7 +168,7 @@ def _verify(inputs: Inputs) -> None:
                 if shard is not None:
                     shard.verify()
         for source in data.datasets:
-            local = [prefix for prefix in source.prefixes if not is_remote(prefix)]
+            local = [prefix for prefix, _ in source.columns if not is_remote(prefix)]
             for prefix in local:
                 check_bin(prefix, _VERIFIED_BYTES // len(local))
 
@@ -245,7 +245,7 @@ def check_teacher(distill: DistillConfig, data: PackedDataset, vocab_size: int) 
         raise ConfigError(f"distill: column {columns}; {problem}: write them with megapack-teacher")
     for source in data.datasets:
         for shard in range(0, source.num_shards, max(1, source.num_shards // _SAMPLED)):
-            opened = source.open(shard).columns
+            opened = source.open_columns(source.open(shard), names)
             if all(name in opened for name in names):
                 _check_ids(opened[names[0]], opened[names[1]], vocab_size, source.prefix)
 

@@ -279,7 +279,8 @@ def test_estimate_includes_labels_weights_and_groups(tmp_path: Path, more: dict[
         preview(dataclasses.replace(config, **{name: "misspelled"}), progress)
         assert "no document of a sample has 'misspelled'; see --" in progress.notes[-1]
     build(config, Silence())
-    held = sum(path.stat().st_size for end in ("bin", "idx") for path in tmp_path.glob(f"*.{end}"))
+    paths = (path for end in ("bin", "idx", "col") for path in tmp_path.glob(f"*.{end}"))
+    held = sum(path.stat().st_size for path in paths)
     assert expected == pytest.approx(held, rel=0.1)
 
 

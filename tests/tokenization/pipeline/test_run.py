@@ -21,7 +21,6 @@ from tokenizers import Tokenizer, processors
 
 from megapack import IndexedDataset
 from megapack.errors import ConfigError, DataError, FormatError
-from megapack.storage.dataset import open_weights
 from megapack.tokenization.pipeline.worker import prefetch
 from megapack.tokenization.tokenizers import probe
 from megapack.tokenization.tokenizers.encoders import without_panics
@@ -94,11 +93,11 @@ def test_loss_weights_stay_with_their_documents(tmp_path: Path, run_build: Build
         seen = 0
         for stream in ["_train", "_valid"] if how else [""]:
             dataset = IndexedDataset(result.prefixes[stream])
-            weights = open_weights(dataset, result.prefixes[f"{stream}.weights"])
-            assert weights is not None
-            for tokens, own in zip(dataset[:], weights[:], strict=True):
+            weights = dataset.columns["weights"].rows
+            each_weights = np.split(weights, dataset.document_offsets[1:-1])
+            for tokens, own in zip(dataset[:], each_weights, strict=True):
                 wanted = 1 if tokens[0] == ord("z") else (len(tokens) - 1) / 8
-                assert own.view(np.float16).tolist() == [wanted] * len(tokens)
+                assert own.tolist() == [wanted] * len(tokens)
                 seen += 1
         assert seen == 20
     with pytest.raises(DataError, match=r"x.jsonl:1: unusable loss weights .there are 1 rows"):
@@ -108,8 +107,7 @@ def test_loss_weights_stay_with_their_documents(tmp_path: Path, run_build: Build
     # In a table without the column, all weights are 1.
     pq.write_table(pa.table({"text": ["ab", "c"]}), tmp_path / "x.parquet")
     result = run_build(tmp_path / "x.parquet", output_prefix="table", **options)
-    weights = open_weights(IndexedDataset(result.prefixes[""]), result.prefixes[".weights"])
-    assert weights is not None and weights.tokens.view(np.float16).tolist() == [1] * 5
+    assert IndexedDataset(result.prefixes[""]).columns["weights"].rows.tolist() == [1] * 5
 
 
 HELLO = "hello <|eot_id|> world"
@@ -136,7 +134,7 @@ def test_special_tokens_in_texts_are_counted_or_encoded_as_text(
 
 @pytest.mark.parametrize(
     "option",
-    [{"chat_loss": "turn"}, {"chat_format": "headers"}, {"tools_key": ""}, {"label_names": "neox"}],
+    [{"chat_loss": "turn"}, {"chat_format": "headers"}, {"tools_key": ""}],
 )
 def test_options_of_conversations_need_them(run_build: Build, option: dict[str, str]) -> None:
     name = "--" + next(iter(option)).replace("_", "-")
@@ -380,7 +378,6 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({"min_words": -3}, "min_words is -3; it must be at least 0"),
     ({"min_words": 50, "max_words": 10}, "--min-words 50 is above --max-words 10"),
     ({"split_key": "id"}, "--split-key needs"),
-    ({"label_names": "neox"}, "give --messages-key"),
     ({"split": "1,x"}, "not a list of numbers"),
     ({"shard_bytes": 0}, "it must be at least 1"),
 ]

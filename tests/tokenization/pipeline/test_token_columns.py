@@ -33,7 +33,7 @@ EXPERTS = "experts=e:uint8,fill=9"
         ("a=b:c:uint8[2,3]", ColumnOption("a", "b:c", "uint8", (2, 3))),
         ("a=b:target", ColumnOption("a", "b", of="target")),
         (LOGITS, ColumnOption("logits", "meta.logits", "float16", (2,), "target", -1)),
-        ("a=b:fill=0.5,float32", ColumnOption("a", "b", "float32", (), "token", 0.5)),
+        ("a=b:fill=0.5,float32", ColumnOption("a", "b", "float32", (), None, 0.5)),
     ],
 )
 def test_options_are_parsed(text: str, expected: ColumnOption) -> None:
@@ -50,6 +50,7 @@ def test_options_are_parsed(text: str, expected: ColumnOption) -> None:
         ("rewards=r:float64", "'float64' is not a dtype"),
         ("rewards=r:float32[x]", "is not a dtype"),
         ("rewards=r:fill=x", "fill is 'x'; it must be a number"),
+        ("labels=r:uint16", "column fill is -100, which is not a finite uint16"),
         ("rewards=r:uint8,fill=-1", "column fill is -1, which is not a finite uint8"),
     ],
 )
@@ -228,6 +229,7 @@ def test_tables_and_refusals(tmp_path: Path, run_build: Build) -> None:
         ({"messages_key": "m"}, "--column is for text"),
         ({"backend": "gigatoken"}, "--column is for text, and needs a backend"),
         ({"columns": ("r=r", "r=s")}, "--column names r twice"),
+        ({"columns": ("weights=w",)}, "or weights, which --weights-key reads"),
     ):
         with pytest.raises(ConfigError, match=message):
             run_build(*files, **{"columns": ("r=r",), **options})

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from megapack import IndexedDataset
 from megapack.errors import ConfigError, DataError
+from megapack.storage.columns import INTERPRETED
 from megapack.tokenization.corpus.documents import Faults, ReadOptions
 from megapack.tokenization.corpus.inputs import InputFile
 from megapack.tokenization.pipeline.run import BuildResult
@@ -44,10 +45,11 @@ CHAT: Messages = [
 
 
 def documents(prefix: Path) -> list[tuple[list[int], list[int]]]:
-    tokens, labels = IndexedDataset(prefix), IndexedDataset(f"{prefix}.labels")
-    np.testing.assert_array_equal(tokens.document_lengths, labels.document_lengths)
-    assert labels.dtype == np.int32
-    return [(t.tolist(), n.tolist()) for t, n in zip(tokens[:], labels[:], strict=True)]
+    tokens = IndexedDataset(prefix)
+    labels = tokens.columns["labels"]
+    assert labels.spec == INTERPRETED["labels"]
+    each_labels = np.split(labels.rows, tokens.document_offsets[1:-1])
+    return [(t.tolist(), n.tolist()) for t, n in zip(tokens[:], each_labels, strict=True)]
 
 
 def learned_text(tokens: list[int], labels: list[int]) -> str:
@@ -353,20 +355,17 @@ def test_conversations_without_an_answer_are_dropped_and_counted(
         build_chats([{"n": 5}], byte_json, messages_key="n", overwrite=True, **HEADERS)
 
 
-def test_chats_of_parquet_for_neox(tmp_path: Path, build_chats: Build, byte_json: str) -> None:
+def test_chats_of_parquet_with_a_split(tmp_path: Path, build_chats: Build, byte_json: str) -> None:
     chats = [[{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": f"a{i}"}]
              for i in range(60)]  # fmt: skip
     corpus = tmp_path / "x.parquet"
     pq.write_table(pa.table({"conversation": chats}), corpus, row_group_size=10)
-    options = {"split": "80,20", "shard_bytes": 300, "label_names": "neox", **HEADERS}
-    result = build_chats(corpus, byte_json, messages_key="conversation", **options)
-    name = "out_train_conversation"
-    assert result.prefixes["_train.labels"] == str(tmp_path / f"{name}_label_document")
-    tokens = IndexedDataset(tmp_path / f"{name}_document")
-    labels = IndexedDataset(tmp_path / f"{name}_label_document")
-    assert len(tokens) == len(labels) == 48
-    for i in range(48):
-        learned = learned_text(tokens[i].tolist(), labels[i].tolist())
+    options = {"split": "80,20", "shard_bytes": 300, **HEADERS}
+    build_chats(corpus, byte_json, messages_key="conversation", **options)
+    train = documents(tmp_path / "out_train")
+    assert len(train) == 48
+    for i, (tokens, labels) in enumerate(train):
+        learned = learned_text(tokens, labels)
         assert learned.endswith(f"<|end_header_id|>\n\na{i}<|eot_id|>")
 
 
