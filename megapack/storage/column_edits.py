@@ -141,9 +141,10 @@ def write_rows(writer: ColumnWriter, values: Any, lengths: Iterable[int] | int) 
     """
     if isinstance(values, np.ndarray) or hasattr(values, "detach"):
         num_tokens = lengths if isinstance(lengths, int) else sum(lengths)
-        if len(values) != num_tokens:
+        num_rows = values.shape[0] if values.ndim else "no"
+        if num_rows != num_tokens:
             raise DataError(
-                f"column {writer.name}: {len(values)} rows for {num_tokens} tokens; give one row "
+                f"column {writer.name}: {num_rows} rows for {num_tokens} tokens; give one row "
                 "per token"
             )
         if isinstance(values, np.ndarray) and values.dtype == "V2":  # bfloat16 of ml_dtypes
