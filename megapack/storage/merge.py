@@ -192,7 +192,8 @@ def _common_columns(
             if spec != expected:
                 raise DataError(
                     f"column {name} has different types: {expected} in {other.prefix}, {spec} in "
-                    f"{dataset.prefix}; write it again in one of them (`megapack-build column add`)"
+                    f"{dataset.prefix}; write it again in one of them (`megapack-build column add "
+                    "--overwrite`)"
                 )
     specs = {name: first_with[name].columns[name].spec for name in sorted(first_with)}
     for name in list(specs):

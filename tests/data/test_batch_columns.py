@@ -356,8 +356,15 @@ def test_shards_record_their_columns(tmp_path: Path) -> None:
         PackedDataset(None, manifest, columns=["reward"])[0]
     packed_shards(manifest, [tmp_path / "a", tmp_path / "b"], **how)
     assert PackedDataset(None, manifest, columns=["reward"])[0]["reward"].numel()
-    with pytest.raises(ConfigError, match="has no column experts"):
+    with pytest.raises(ConfigError, match=r"has no column experts: .* pack` if it is a shard"):
         PackedDataset(None, manifest, columns=["experts"])
+    for name in "ab":
+        dataset, late = IndexedDataset(tmp_path / name), ColumnSpec(dtype="uint8")
+        add_column(tmp_path / name, "late", np.zeros(dataset.num_tokens, np.uint8), late)
+    with pytest.raises(ConfigError, match=r"pack` again after you .*unknown column 'late'"):
+        PackedDataset(None, manifest, columns=["late"])
+    packed_shards(manifest, [tmp_path / "a", tmp_path / "b"], **how)
+    assert PackedDataset(None, manifest, columns=["late"])[0]["late"].numel()
     content = json.loads(manifest.read_text())
     content["shards"][0]["columns"]["reward"]["dtype"] = "float8"
     manifest.write_text(json.dumps(content))
