@@ -214,18 +214,16 @@ class PackedDataset(Dataset[Batch]):
         self._connect(*state["connection"])
         if self._column_identities() != state["columns"]:
             raise FormatError(
-                f"a column ({', '.join(self.columns)}) was replaced or removed after the dataset "
-                "was opened; start the run again"
+                f"{self!r}: a column was added, replaced or removed after the dataset was opened; "
+                "start the run again"
             )
 
     def _column_identities(self) -> list[dict[str, str]]:
-        """Return identities of the carried columns; shard manifests record those of shards."""
+        """Return identities of the columns in use; shard manifests record those of shards."""
+        names = (*INTERPRETED, *self.columns)
         datasets = [source for source in self.datasets if isinstance(source, DatasetDocuments)]
-        opened = [dataset.open(0).columns for dataset in datasets if self.columns]
-        return [
-            {name: each[name].entry.identity for name in self.columns if name in each}
-            for each in opened
-        ]
+        opened = [source.open_columns(source.dataset, names) for source in datasets]
+        return [{name: column.entry.identity for name, column in each.items()} for each in opened]
 
     def __len__(self) -> int:
         """Return the number of samples of all buckets and datasets."""

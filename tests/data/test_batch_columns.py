@@ -232,7 +232,7 @@ def test_workers_of_torch_carry_columns(
 
 @pytest.mark.parametrize("rule", ["require", "fill"])
 def test_a_worker_refuses_columns_that_changed_during_the_run(tmp_path: Path, rule: str) -> None:
-    """A worker that is spawned opens the files again; an added column is no change."""
+    """A worker that is spawned opens the files again; columns that are not in use may change."""
     spec, rows = ColumnSpec(dtype="uint8", fill=9), np.arange(3, dtype=np.uint8)
     prefix = tmp_path / "d"
     write_documents(prefix, [[1, 2, 3]])
@@ -241,12 +241,17 @@ def test_a_worker_refuses_columns_that_changed_during_the_run(tmp_path: Path, ru
     saved = pickle.dumps(data)
     add_column(prefix, "b", rows, spec)
     assert pickle.loads(saved)[0]["a"].tolist() == [0, 1, 2, 9]
+    labels = ColumnSpec(dtype="int32", fill=-100, of="target")
+    add_column(prefix, "labels", np.array([1, -100, 3]), labels)
+    with pytest.raises(FormatError, match="a column was added, replaced or removed"):
+        pickle.loads(saved)
+    remove_column(prefix, "labels")
     add_column(prefix, "a", rows + 1, spec, overwrite=True)
     assert data[0]["a"].tolist() == [0, 1, 2, 9], "the open file"
-    with pytest.raises(FormatError, match=r"a column \(a\) was replaced or removed"):
+    with pytest.raises(FormatError, match="a column was added, replaced or removed"):
         pickle.loads(saved)
     remove_column(prefix, "a")
-    with pytest.raises((ConfigError, FormatError), match=r"has no column a|unknown column|removed"):
+    with pytest.raises(FormatError, match="a column was added, replaced or removed"):
         pickle.loads(saved)
 
 
@@ -352,8 +357,9 @@ def test_shards_record_their_columns(tmp_path: Path) -> None:
 
     changed = random_rows(MIXED["reward"], sum(map(len, first)), 77)
     write_columns(tmp_path / "a", {"reward": (MIXED["reward"], changed)})
-    with pytest.raises(IndexMismatchError, match=r"column experts of .*a has changed"):
+    with pytest.raises(IndexMismatchError, match=r"column reward of .*a has changed"):
         PackedDataset(None, manifest, columns=["reward"])[0]
+    remove_column(tmp_path / "a", "experts")
     packed_shards(manifest, [tmp_path / "a", tmp_path / "b"], **how)
     assert PackedDataset(None, manifest, columns=["reward"])[0]["reward"].numel()
     with pytest.raises(ConfigError, match=r"has no column experts: .* pack` if it is a shard"):
