@@ -86,20 +86,12 @@ def spec_of(
 def values_of_dataset(
     name: str, source: str | os.PathLike[str], prefix: str | os.PathLike[str]
 ) -> NDArray[Any]:
-    """Return the tokens of a dataset as the values of a column of another one.
+    """Return the tokens of a local dataset as values of a column of the one at ``prefix``.
 
-    GPT-NeoX has labels as such a dataset, and so had earlier versions of megapack. Those wrote loss
-    weights as the bits of float16, with ``loss_weights`` in the meta file.
-
-    Args:
-        name: of the column.
-        source: dataset with a number for each token; it is local.
-        prefix: dataset that gets the column.
-
-    Raises:
-        IndexMismatchError: their documents do not have the same lengths.
-        FormatError: a dataset is damaged, or weights are not marked as such.
-        ConfigError: ``source`` is an address.
+    GPT-NeoX and earlier versions have labels as such a dataset, earlier versions also loss weights:
+    the bits of float16, with ``loss_weights`` in the meta file. Raises IndexMismatchError if their
+    documents have different lengths, FormatError if a dataset is damaged or weights are not marked
+    as such, and ConfigError if ``source`` is an address.
     """
     dataset = IndexedDataset(_local_prefix(source))
     if not np.array_equal(dataset.document_lengths, read_document_lengths(prefix)):
@@ -319,19 +311,9 @@ def export_dataset(
     *,
     overwrite: bool = False,
 ) -> None:
-    """Write a column of integers as a dataset with the same sequences and documents, which
-    GPT-NeoX reads as labels.
-
-    Args:
-        prefix: dataset with the column; may be an address.
-        name: of the column.
-        output: prefix of the new, local dataset.
-        overwrite: replace a dataset at ``output``.
-
-    Raises:
-        ConfigError: there is no such column, ``output`` exists or is an address, or a dataset
-            cannot have the column's type.
-    """
+    """Write a column of integers as a local dataset with the same sequences and documents, which
+    GPT-NeoX reads as labels. ``prefix`` may be an address. Raises ConfigError if there is no such
+    column, ``output`` exists, or a dataset cannot have the column's type."""
     dataset = IndexedDataset(prefix)
     column = find_column(dataset.columns, name, dataset.prefix)
     dtype = column.spec.dtype
