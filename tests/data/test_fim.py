@@ -199,7 +199,7 @@ def test_rates_of_taken_steps_cannot_change(blend: BlendConfig) -> None:
     sources = (blend.sources[0], replace(blend.sources[1], fim_rate=0.7))
     state = json.loads(json.dumps(schedule().state_dict(3)))
     assert schedule().check_state(state) == []
-    with pytest.raises(ResumeError, match=r"train otherwise .*fim_rates was \[0.0, 0.6\] and is"):
+    with pytest.raises(ResumeError, match=r"train differently .*fim_rates was \[0.0, 0.6\] and is"):
         schedule(sources=sources).check_state(state)
     [change] = schedule(sources=sources).check_state(state, allow_change=["fim_rates"])[:1]
     assert "fill-in-the-middle at other rates" in change

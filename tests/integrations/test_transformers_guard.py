@@ -177,7 +177,7 @@ def test_labels_shifted_twice_are_found(
             return loss_function(*args, shift_labels=shift_labels.roll(1, dims=1), **options)
 
         trainer.model.loss_function = without_shift_labels
-    with pytest.raises(ConfigError, match=r"the loss of LlamaForCausalLM has label .* shifted"):
+    with pytest.raises(ConfigError, match=r"the loss of LlamaForCausalLM uses label .* shifted"):
         trainer.train()
 
 

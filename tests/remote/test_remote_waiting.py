@@ -100,10 +100,10 @@ def test_log_of_a_wait_names_block_and_object(
     monkeypatch.setattr(pool, "WARN_SECONDS", 0.1)
     line.latency = 0.5
     assert run(address, num_steps=4) == run(tmp_path / "docs", num_steps=4)
-    said = [record.message for record in caplog.records if record.message.startswith("waiting")]
+    said = [record.message for record in caplog.records if record.message.startswith("waited")]
     assert len(said) >= 3, "once per interval"
     assert all(f"of {address}.bin" in text and "block " in text for text in said)
-    assert "bytes [" in said[0] and "for 0 seconds" in said[0]
+    assert "bytes [" in said[0] and "0 seconds" in said[0]
 
 
 def test_stalled_store_is_a_timeout(
@@ -114,7 +114,7 @@ def test_stalled_store_is_a_timeout(
     monkeypatch.setattr(pool, "STALLED_RETRIES", 0.005)  # of 210 seconds
     line.latency = 8.0  # above the limit, below a request's timeout
     with pytest.raises(
-        TimeoutError, match=rf"received nothing .*limit 1.* block \d+ .*{address}\.bin"
+        TimeoutError, match=rf"received nothing of block \d+ .*{address}\.bin .*limit 1,"
     ):
         far[0]
 

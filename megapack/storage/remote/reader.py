@@ -400,7 +400,9 @@ def open_remote_pair(prefix: str) -> RemotePair:
             prefix,
             SUFFIX,
         )
-    return RemotePair(prefix, local_prefix, index, bin_object, checksums, cache)
+    pair = RemotePair(prefix, local_prefix, index, bin_object, checksums, cache)
+    pair.sums_of(bin_object)  # compares their sizes before the .idx is read
+    return pair
 
 
 def fetch_file(url: str, check: Callable[[Path], object] = lambda _: None) -> Path:
