@@ -1,6 +1,6 @@
-"""TRL's SFTTrainer on packed conversations; only the tokens of <prefix>.labels carry loss.
+"""TRL's SFTTrainer on packed conversations; only tokens with a label carry loss.
 
-megapack-build tokenize --messages-key messages ...   writes text and text.labels
+megapack-build tokenize --messages-key messages ...   writes text with a column labels
 python examples/trl_sft.py text text.samples --tokenizer DIRECTORY
 """
 

@@ -11,7 +11,7 @@ which the first continues with tokens 9 and 10 in another sample:
     depth 2         8  9  -  - | -  -      the embedding of token 9, which is not in the batch
 
 A target is missing (-100, weight 0) where its label is: beyond the end of a document, in padding,
-and where ``<prefix>.labels`` has none. Its loss weight is that of its label.
+and where column ``labels`` has none. Its loss weight is that of its label.
 """
 
 from __future__ import annotations

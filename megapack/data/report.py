@@ -411,7 +411,7 @@ def check_labels(schedule: Schedule, num_steps: int) -> None:
     if num_steps and not any(schedule.step(i).num_label_tokens for i in range(num_steps)):
         raise ConfigError(
             f"no token of the run's {num_steps} steps has a label, so there is nothing to learn: "
-            "documents have one token each, or <prefix>.labels masks all of them. Give labels "
+            "documents have one token each, or column labels masks all of them. Give labels "
             "(megapack-build tokenize --messages-key), or documents of two tokens or more"
         )
 

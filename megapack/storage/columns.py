@@ -290,27 +290,18 @@ def column_spec(
 def rows_of(name: str, spec: ColumnSpec, values: Any) -> NDArray[Any]:
     """Return ``spec.rows(values)`` for a column of this name. Raises DataError also for a loss
     weight that is negative, not finite, or so small that it would be stored as 0 (below 3e-8)."""
+    rows = spec.rows(values)
     if name != WEIGHTS:
-        return spec.rows(values)
-    if hasattr(values, "detach"):  # torch.Tensor, without importing torch
-        values = values.detach().cpu().double().numpy()
-    try:
-        numbers = np.asarray(values)
-    except ValueError as error:
-        raise DataError(f"loss weights have rows of different shapes: {error}") from error
-    if numbers.dtype.kind not in "biuf" and numbers.size:
-        raise DataError(f"loss weights are {numbers.dtype}, not numbers")
-    numbers = numbers.astype(np.float64)
-    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
-        halves = numbers.astype(np.float16)
-    fits = np.isfinite(halves) & (numbers >= 0) & ((halves > 0) == (numbers > 0))
+        return rows
+    given = np.asarray(values.detach().cpu().float() if hasattr(values, "detach") else values)
+    fits = np.isfinite(rows) & (rows >= 0) & ((rows > 0) == (given > 0))
     if not fits.all():
         at = int(np.flatnonzero(~fits)[0])
         raise DataError(
-            f"loss weight {at} is {numbers.flat[at]}; weights are 0, or from 6e-08 to 65504 "
-            "(float16)"
+            f"loss weight {at} is {given[at]}; weights are 0, or from 6e-08 to 65504 (float16)"
         )
-    return spec.rows(np.abs(halves))  # -0 has a sign bit
+    unsigned: NDArray[Any] = np.abs(rows)  # -0 has a sign bit
+    return unsigned
 
 
 # ---- Entries of the meta file --------------------------------------------------------------------

@@ -291,7 +291,7 @@ def test_step_without_documents_has_no_micro_batches() -> None:
         (
             [3],
             {"num_ranks": 64, "micro_batch_multiple": 1 << 20},
-            r"64 ranks \(num_ranks\) of 1048576 micro batches give 67108864 places .* limit is 16777216",
+            r"64 ranks \(num_ranks\) of 1048576 micro batches give 67108864 places .* 16777216",
         ),
         ([3, 4], {"costs": [1.0]}, r"costs has shape \(1,\); there are 2 documents"),
         ([3, 4], {"costs": []}, r"costs has shape \(0,\); there are 2 documents"),

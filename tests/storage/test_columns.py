@@ -498,11 +498,11 @@ def test_loss_weights_are_checked(tmp_path: Path) -> None:
         ([[1, 2], [1, 2]], "2 rows for document 1, which has 3 tokens"),
         ([[1, 2]], "rows of 1 documents, and .* has 2"),
         ([[1, 2], [1, 2, 3], [1]], "document 2, which does not exist"),
-        ([[1, -1], [1, 2, 3]], "loss weight 1 is -1.0; weights are 0, or from 6e-08 to 65504"),
+        ([[1, -1], [1, 2, 3]], "loss weight 1 is -1; weights are 0, or from 6e-08 to 65504"),
         ([[1, 1], [1, np.nan, 3]], "loss weight 1 is nan"),
-        ([[1, 1e5], [1, 2, 3]], "loss weight 1 is 100000.0"),
+        ([[1, 1e5], [1, 2, 3]], "column value 100000.0 is outside float16"),
         ([[1e-9, 1], [1, 2, 3]], "loss weight 0 is 1e-09"),
-        ([["a", 1], [1, 2, 3]], "loss weights are <U.*, not numbers"),
+        ([["a", 1], [1, 2, 3]], "column values are <U.*; give numbers"),
         ([[[1], [2]], [1, 2, 3]], r"rows have shape \[2, 1\]"),
     ):
         with pytest.raises(DataError, match=message):
@@ -574,6 +574,23 @@ def test_datasets_that_are_not_the_values_of_another_are_refused(tmp_path: Path)
         values_of_dataset("weights", tmp_path / "a.weights", tmp_path / "c")
     with pytest.raises(ConfigError, match="is an address"):
         values_of_dataset("labels", "s3://bucket/a.labels", tmp_path / "a")
+
+
+@pytest.mark.parametrize("name", [LABELS, WEIGHTS])
+def test_merge_does_not_take_tokens_out_of_the_loss(tmp_path: Path, name: str) -> None:
+    """Their fill values mean no loss; a dataset without labels has loss on every token."""
+    build(tmp_path / "a", [3, 2], specs={name: INTERPRETED[name]})
+    build(tmp_path / "b", [1, 2], specs={})
+    both = [tmp_path / "a", tmp_path / "b"]
+    with pytest.raises(DataError, match=f"b has no column {name}, .* gives all tokens loss"):
+        merge(both, tmp_path / "c", missing_columns="fill")
+    merge(both, tmp_path / "c", missing_columns="drop")
+    assert not IndexedDataset(tmp_path / "c").columns
+    ones = np.ones(3) if name == WEIGHTS else values_of_dataset(name, both[1], both[1])
+    add_column(both[1], name, ones, spec_of(name, ones))
+    merge(both, tmp_path / "d")
+    rows = IndexedDataset(tmp_path / "d").columns[name].rows[5:].tolist()
+    assert rows == ([1, 1, 1] if name == WEIGHTS else [0, 0, 1])
 
 
 @pytest.mark.parametrize("name", [LABELS, WEIGHTS])

@@ -102,7 +102,7 @@ def losses_one_by_one(
     content = inputs.schedule.step(step)
     for place, sample in enumerate(content.sample_ids.tolist()):
         source, segments = samples.segments(sample, content.view)
-        dataset = inputs.data.datasets[source].open(0).documents
+        dataset = inputs.data.datasets[source].open(0)
         for document, begin, length in segments:
             offset, total = int(dataset.document_offsets[document]), len(dataset[document])
             whole = torch.tensor(dataset[document])

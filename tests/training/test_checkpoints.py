@@ -95,7 +95,9 @@ def test_overrides_of_other_architectures_are_checked(tmp_path: Path) -> None:
                 model_configuration(ModelConfig(preset=preset, overrides={name: value}), 1)
     AutoConfig.for_model("mixtral", num_local_experts=4).save_pretrained(tmp_path)
     wrong = ModelConfig(pretrained=str(tmp_path), overrides={"num_experts_per_tok": 5})
-    with pytest.raises(ConfigError, match=r"overrides\.num_experts_per_tok.*is 5, but there are 4 experts"):
+    with pytest.raises(
+        ConfigError, match=r"overrides\.num_experts_per_tok.*is 5, but there are 4 experts"
+    ):
         model_configuration(wrong, 1)
 
 

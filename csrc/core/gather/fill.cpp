@@ -53,7 +53,7 @@ void widen(const TokenArray& from, std::int64_t at, std::int64_t count, std::int
     with_type(from, at, [=](const auto* tokens) { widen_each(tokens, count, to); });
 }
 
-// The same for a label file: negative labels become kNoLabel.
+// The same for a column of labels: negative labels become kNoLabel.
 void widen_chosen(const TokenArray& from, std::int64_t at, std::int64_t count, std::int64_t* to) {
     with_type(from, at, [=](const auto* chosen) {
         for (std::int64_t i = 0; i < count; ++i) {

@@ -108,13 +108,12 @@ void check_shard(const Shard& shard) {
                        "segment_joined has ", shard.joined.size(), " elements and there are ",
                        num_segments, " segments", kRemedy);
     check<FormatError>(!shard.has_labels() || shard.labels.size == shard.tokens.size,
-                       "the label file has ", shard.labels.size, " elements, the token file ",
-                       shard.tokens.size, "; it must have one label per token");
-    check<FormatError>(
-        !shard.has_weights() ||
-            (shard.weights.size == shard.tokens.size && shard.weights.type == TokenType::kUint16),
-        "the file of loss weights has ", shard.weights.size, " elements, the token file ",
-        shard.tokens.size, "; it must have one float16 per token");
+                       "column labels has ", shard.labels.size, " rows and there are ",
+                       shard.tokens.size, " tokens; it must have one row per token");
+    check<FormatError>(!shard.has_weights() || (shard.weights.size == shard.tokens.size &&
+                                                shard.weights.type == TokenType::kUint16),
+                       "column weights has ", shard.weights.size, " rows and there are ",
+                       shard.tokens.size, " tokens; it must have one float16 per token");
     for (const ColumnArray& column : shard.columns)
         check<FormatError>(column.data == nullptr ||
                                (column.row_bytes > 0 && column.num_bytes % column.row_bytes == 0 &&
@@ -123,7 +122,7 @@ void check_shard(const Shard& shard) {
                            " per row, the token file ", shard.tokens.size,
                            " elements; it must have one row per token");
     check(!shard.has_labels() || shard.longest_transformed < 0,
-          "fill-in-the-middle moves tokens and cannot be used with a label file");
+          "fill-in-the-middle moves tokens and cannot be used with a column of labels");
     check(shard.excluded.size() == shard.excluded_by.size() &&
               std::is_sorted(shard.excluded.begin(), shard.excluded.end()),
           "excluded documents must ascend, with one list for each");

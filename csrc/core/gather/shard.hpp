@@ -11,7 +11,7 @@
 
 namespace megapack {
 
-// Integer types of token and label files.
+// Integer types of tokens and labels.
 enum class TokenType : std::uint8_t { kUint8, kInt8, kInt16, kUint16, kInt32, kInt64 };
 
 std::int64_t bytes_of(TokenType type);

@@ -66,6 +66,11 @@ def test_lists_and_objects_are_not_group_keys(tmp_path: Path, run_build: Build) 
 def test_files_without_keys_are_refused(tmp_path: Path, run_build: Build) -> None:
     (tmp_path / "a.txt").write_text("text")
     split: dict[str, Any] = {"split": "1,1", "split_by": "hash"}
-    for name, more in (("group", {}), ("weights", {}), ("split", split), ("messages", {"chat_format": "headers"})):
+    for name, more in (
+        ("group", {}),
+        ("weights", {}),
+        ("split", split),
+        ("messages", {"chat_format": "headers"}),
+    ):
         with pytest.raises(ConfigError, match=f"a.txt is one document and has no .*--{name}-key"):
             run_build(tmp_path / "a.txt", **{f"{name}_key": "of"}, **more)
