@@ -292,6 +292,8 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
 def _convert_union(choices: tuple[Any, ...], value: Any, where: str) -> Any:
     if value is None and type(None) in choices:
         return None
+    if type(value) is int and {int, float} <= set(choices):
+        return value  # a float might round it
     problems = []
     for choice in choices:
         if choice is type(None):

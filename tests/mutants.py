@@ -306,8 +306,8 @@ undone_rows: rows of a refused document stay in the buffer
 - del self._buffer[num_bytes - num_written :]
 + del self._buffer[len(self._buffer) :]
 minus_zero: a weight of -0.0 keeps its sign
-- return spec.rows(np.abs(halves))
-+ return spec.rows(halves)
+- = np.abs(rows)
++ = rows
 labels_of_any_fill: labels of padding may be ids
 - if spec != needed:
 + if (spec.dtype, spec.shape, spec.of) != (needed.dtype, needed.shape, needed.of):

@@ -34,6 +34,7 @@ from megapack.data.batch import (
 )
 from megapack.data.blend import BlendConfig, Mixture
 from megapack.data.documents import (
+    DatasetDocuments,
     Documents,
     Index,
     RemoteReads,
@@ -45,7 +46,7 @@ from megapack.data.fim import Fim, FimDraw, check_fim, open_fim
 from megapack.data.multi_token import check_targets, mtp_targets
 from megapack.data.sources import Exclusions, LabelTotals, SampleSource, check_has_groups
 from megapack.data.steps import PLAIN, Attention, StepView
-from megapack.errors import ConfigError
+from megapack.errors import ConfigError, FormatError
 from megapack.packing.sharded import SourceIndex
 from megapack.storage import IndexedDataset
 from megapack.storage.columns import INTERPRETED, LABELS, WEIGHTS
@@ -205,11 +206,24 @@ class PackedDataset(Dataset[Batch]):
     def __getstate__(self) -> dict[str, Any]:
         samples = self.samples
         connection = (samples.indices, samples.mixture, samples.exclusions, samples.fim)
-        return {"_options": self._options, "datasets": self.datasets, "connection": connection}
+        state = {"_options": self._options, "datasets": self.datasets, "connection": connection}
+        return {**state, "columns": self._column_identities()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._options, self.datasets = state["_options"], state["datasets"]
         self._connect(*state["connection"])
+        if self._column_identities() != state["columns"]:
+            raise FormatError(
+                f"{self!r}: a column was added, replaced or removed after the dataset was opened; "
+                "start the run again"
+            )
+
+    def _column_identities(self) -> list[dict[str, str]]:
+        """Return identities of the columns in use; shard manifests record those of shards."""
+        names = (*INTERPRETED, *self.columns)
+        datasets = [source for source in self.datasets if isinstance(source, DatasetDocuments)]
+        opened = [source.open_columns(source.dataset, names) for source in datasets]
+        return [{name: column.entry.identity for name, column in each.items()} for each in opened]
 
     def __len__(self) -> int:
         """Return the number of samples of all buckets and datasets."""

@@ -345,6 +345,8 @@ def carried_columns(
     """
     if not columns:
         return {}
+    if isinstance(columns, str):
+        raise ConfigError(f"columns is {columns!r}; give a list of names, as in [{columns!r}]")
     rules = columns if isinstance(columns, Mapping) else dict.fromkeys(columns, "require")
     for name in INTERPRETED.keys() & rules:
         raise ConfigError(
@@ -353,7 +355,10 @@ def carried_columns(
         )
     shards = [shard for source in sources for shard in source.columns]
     known = {name for _, packed in shards for name in packed} - INTERPRETED.keys()
-    check_known(", ".join(source.prefix for source in sources), "column", rules, known)
+    where = ", ".join(source.prefix for source in sources)
+    if any(isinstance(source, ShardedDocuments) for source in sources):
+        where += " (run `megapack-build pack` again after you add a column to a shard)"
+    check_known(where, "column", rules, known)
     carried: dict[str, ColumnSpec] = {}
     for name, rule in sorted(rules.items()):
         if rule not in _IF_MISSING:
@@ -362,7 +367,8 @@ def carried_columns(
         if lacking and rule == "require":
             raise ConfigError(
                 f"{', '.join(lacking[:8])} has no column {name}: add it (`megapack-build column "
-                f"add`), leave it out of columns, or set columns: {{{name}: fill}}"
+                "add`, then `megapack-build pack` if it is a shard), leave it out of columns, or "
+                f"set columns: {{{name}: fill}}"
             )
         having = [(prefix, packed[name].spec) for prefix, packed in shards if name in packed]
         first, carried[name] = having[0]

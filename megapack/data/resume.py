@@ -298,9 +298,9 @@ _ORIGIN = ("transformers_version", "_name_or_path", "architectures", "dtype", "t
 def content_digests(data: PackedDataset) -> dict[str, list[Any]]:
     """Return digests of the bytes that every source reads: of tokens and columns.
 
-    The keys are the source's number and the fingerprint of its samples: ``check_state`` compares
-    the samples of runs, and a source with the same samples must have the same bytes. For a source
-    with more than 64 shards, this reads 64 evenly spaced ones.
+    The keys are the source's number and the fingerprint of its samples, with the name of a column:
+    ``check_state`` compares the samples and columns of runs, and what two runs both have must have
+    the same bytes. For a source with more than 64 shards, this reads 64 evenly spaced ones.
     """
     digests: dict[str, list[Any]] = {}
     names = (*INTERPRETED, *data.columns)
@@ -308,13 +308,13 @@ def content_digests(data: PackedDataset) -> dict[str, list[Any]]:
     for number, (fingerprint, source) in enumerate(sources):
         last, count = source.num_shards - 1, min(source.num_shards, _READ_SHARDS)
         shards = {round(i * last / max(1, count - 1)) for i in range(count)}
-        digests[f"{number} {fingerprint}"] = of_source = []
+        key = f"{number} {fingerprint}"
         for shard in map(source.open, sorted(shards)):
+            digests.setdefault(key, []).append(shard.content_digest)
             columns = source.open_columns(shard, names)
-            of_source += [
-                None if opened is None else opened.content_digest
-                for opened in (shard, *map(columns.get, names))
-            ]
+            for name in names:
+                digest = columns[name].content_digest if name in columns else None
+                digests.setdefault(f"{key} {name}", []).append(digest)
     return digests
 
 

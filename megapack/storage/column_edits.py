@@ -19,6 +19,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from functools import partial
+from itertools import islice, pairwise
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -26,6 +27,7 @@ from numpy.typing import NDArray
 
 from megapack.errors import ConfigError, DataError, FormatError, IndexMismatchError
 from megapack.storage.address import is_remote
+from megapack.storage.builder import IndexedDatasetBuilder
 from megapack.storage.columns import (
     DTYPES,
     INTERPRETED,
@@ -40,13 +42,8 @@ from megapack.storage.columns import (
 )
 from megapack.storage.dataset import IndexedDataset, read_document_lengths
 from megapack.storage.files import atomic_write, check_target, file_identity, open_regular
-from megapack.storage.index_file import CODE_OF_DTYPE, path_of, pick_dtype, prefix_of
-from megapack.storage.index_writer import (
-    DatasetContent,
-    check_prefix,
-    publish_dataset,
-    write_meta,
-)
+from megapack.storage.index_file import CODE_OF_DTYPE, prefix_of
+from megapack.storage.index_writer import DatasetContent, write_meta
 from megapack.storage.locks import WriterLock
 from megapack.storage.metadata import (
     COLUMNS,
@@ -58,14 +55,7 @@ from megapack.storage.metadata import (
     stretch_checksum,
     stretches_of,
 )
-from megapack.storage.remote.copies import local_copy
-from megapack.storage.tokens import (
-    InputDataset,
-    TokenLimits,
-    TokenWriter,
-    as_tokens,
-    scan_tokens,
-)
+from megapack.storage.tokens import InputDataset, scan_tokens
 
 T = TypeVar("T")
 _BLOCK_BYTES = 1 << 22
@@ -96,20 +86,12 @@ def spec_of(
 def values_of_dataset(
     name: str, source: str | os.PathLike[str], prefix: str | os.PathLike[str]
 ) -> NDArray[Any]:
-    """Return the tokens of a dataset as the values of a column of another one.
+    """Return the tokens of a local dataset as values of a column of the one at ``prefix``.
 
-    GPT-NeoX has labels as such a dataset, and so had earlier versions of megapack. Those wrote loss
-    weights as the bits of float16, with ``loss_weights`` in the meta file.
-
-    Args:
-        name: of the column.
-        source: dataset with a number for each token; it is local.
-        prefix: dataset that gets the column.
-
-    Raises:
-        IndexMismatchError: their documents do not have the same lengths.
-        FormatError: a dataset is damaged, or weights are not marked as such.
-        ConfigError: ``source`` is an address.
+    GPT-NeoX and earlier versions have labels as such a dataset, earlier versions also loss weights:
+    the bits of float16, with ``loss_weights`` in the meta file. Raises IndexMismatchError if their
+    documents have different lengths, FormatError if a dataset is damaged or weights are not marked
+    as such, and ConfigError if ``source`` is an address.
     """
     dataset = IndexedDataset(_local_prefix(source))
     if not np.array_equal(dataset.document_lengths, read_document_lengths(prefix)):
@@ -141,9 +123,10 @@ def write_rows(writer: ColumnWriter, values: Any, lengths: Iterable[int] | int) 
     """
     if isinstance(values, np.ndarray) or hasattr(values, "detach"):
         num_tokens = lengths if isinstance(lengths, int) else sum(lengths)
-        if len(values) != num_tokens:
+        num_rows = values.shape[0] if values.ndim else "no"
+        if num_rows != num_tokens:
             raise DataError(
-                f"column {writer.name}: {len(values)} rows for {num_tokens} tokens; give one row "
+                f"column {writer.name}: {num_rows} rows for {num_tokens} tokens; give one row "
                 "per token"
             )
         if isinstance(values, np.ndarray) and values.dtype == "V2":  # bfloat16 of ml_dtypes
@@ -329,40 +312,26 @@ def export_dataset(
     *,
     overwrite: bool = False,
 ) -> None:
-    """Write a column of integers as a dataset with the same sequences and documents, which
-    GPT-NeoX reads as labels.
-
-    Args:
-        prefix: dataset with the column; may be an address.
-        name: of the column.
-        output: prefix of the new, local dataset.
-        overwrite: replace a dataset at ``output``.
-
-    Raises:
-        ConfigError: there is no such column, ``output`` exists or is an address, or a dataset
-            cannot have the column's type.
-    """
-    output = _local_prefix(output)
-    with local_copy(prefix) as local, WriterLock(output, what="exporting a column"):
-        column = find_column(IndexedDataset(local).columns, name, os.fspath(prefix))
-        if column.spec.shape or column.spec.dtype not in CODE_OF_DTYPE:
-            raise ConfigError(
-                f"column {name} is {column.spec}, and a dataset has one of "
-                f"{', '.join(CODE_OF_DTYPE)} per token: write it to a FILE.npy"
-            )
-        check_prefix(output, overwrite=overwrite, difference="files are not compared")
-        dtype = pick_dtype(column.spec.dtype)
-        limits = TokenLimits(dtype, allow_negative=dtype.kind == "i")
-        writer = TokenWriter(path_of(output, ".bin"), limits)
-        try:
-            writer.append(as_tokens(column.rows), first_document=0)
-            layouts = [InputDataset(local).layout]
-            content = DatasetContent(
-                dtype=dtype, layouts=layouts, tokens=writer.finish(), vocab_size=None, metadata={}
-            )
-            publish_dataset(output, content, writer.target)
-        finally:
-            writer.target.discard()
+    """Write a column of integers as a local dataset with the same sequences and documents, which
+    GPT-NeoX reads as labels. ``prefix`` may be an address. Raises ConfigError if there is no such
+    column, ``output`` exists, or a dataset cannot have the column's type."""
+    dataset = IndexedDataset(prefix)
+    column = find_column(dataset.columns, name, dataset.prefix)
+    dtype = column.spec.dtype
+    if column.spec.shape or dtype not in CODE_OF_DTYPE:
+        raise ConfigError(
+            f"column {name} is {column.spec}, and a dataset has one of {', '.join(CODE_OF_DTYPE)} "
+            "per token: write it to a FILE.npy"
+        )
+    ends = np.cumsum(dataset.sequence_lengths, dtype=np.int64)
+    sequences = pairwise([0, *ends.tolist()])
+    with IndexedDatasetBuilder(
+        output, dtype, allow_negative=dtype.startswith("int"), overwrite=overwrite
+    ) as builder:
+        for num_sequences in np.diff(dataset.document_indices).tolist():
+            for begin, end in islice(sequences, num_sequences):
+                builder.add_item(column.rows[begin:end])
+            builder.end_document()
 
 
 def export_column(column: Column, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:

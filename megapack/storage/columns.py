@@ -24,9 +24,11 @@ from __future__ import annotations
 import io
 import json
 import math
+import operator
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -85,21 +87,30 @@ class ColumnSpec:
     of: Literal["token", "target"] = "token"
 
     def __post_init__(self) -> None:
+        with suppress(TypeError):  # refused below
+            object.__setattr__(self, "shape", tuple(map(operator.index, self.shape)))
+        if isinstance(self.fill, np.generic):
+            object.__setattr__(self, "fill", self.fill.item())
         if self.dtype not in DTYPES:
             raise ConfigError(f"column dtype is {self.dtype!r}; it is one of {', '.join(DTYPES)}")
         if self.of not in ("token", "target"):
             raise ConfigError(f"a column is of {self.of!r}; it is of 'token' or 'target'")
-        if any(type(n) is not int or n < 1 for n in self.shape) or self.row_bytes > MAX_ROW_BYTES:
+        if not isinstance(self.shape, tuple) or any(type(n) is not int for n in self.shape):
+            raise ConfigError(f"column shape is {self.shape!r}; give integers, as in (8,)")
+        if min(self.shape, default=1) < 1 or self.row_bytes > MAX_ROW_BYTES:
             raise ConfigError(
                 f"column shape {list(self.shape)} of {self.dtype} has {self.row_bytes} bytes per "
                 f"token; sizes are positive and a row has at most {MAX_ROW_BYTES} bytes"
             )
         try:
-            exact = math.isfinite(self.fill) and _convert(self.fill, self).size == 1
-        except DataError:
+            is_number = type(self.fill) in (int, float)  # what JSON stores and returns
+            exact = is_number and math.isfinite(self.fill) and _convert(self.fill, self).size == 1
+        except (DataError, OverflowError):
             exact = False
         if not exact:
-            raise ConfigError(f"column fill is {self.fill}, which is not a finite {self.dtype}")
+            raise ConfigError(
+                f"column fill is {self.fill!r:.80}, which is not a finite {self.dtype}"
+            )
 
     def __str__(self) -> str:
         """Return ``float16[4], of token, fill 0``, for messages."""
@@ -169,14 +180,14 @@ def _convert(values: Any, spec: ColumnSpec) -> NDArray[Any]:
         array = np.asarray(values)
     except ValueError as error:
         raise DataError(f"column values have rows of different shapes: {error}") from error
-    stored, is_integers = spec.numpy_dtype, False
-    if array.dtype == stored:
-        return array
-    if "int" in spec.dtype and array.dtype.kind in "fO" and not isinstance(values, np.ndarray):
-        exact = np.asarray(values, object)  # numpy makes floats of [0, 2**63]
-        is_integers = all(isinstance(number, int) for number in exact.flat)
-        array = exact if is_integers else array
-    if array.dtype.kind not in "iufb" and array.size and not is_integers:
+    except TypeError as error:  # as of a list of bfloat16 tensors
+        raise DataError(f"column values are no array: {error}; stack them") from error
+    stored = spec.numpy_dtype
+    if array.dtype.newbyteorder("<") == stored:
+        return array.astype(stored, copy=False)
+    if array.dtype.kind in "fO" and not isinstance(values, np.ndarray):
+        array = _exact(values, array, spec)
+    if array.dtype.kind not in "iufbO" and array.size:
         raise DataError(f"column values are {array.dtype}; give numbers")
     if spec.dtype == "bfloat16":
         return _bfloat16_bits(array)
@@ -197,10 +208,30 @@ def _convert(values: Any, spec: ColumnSpec) -> NDArray[Any]:
     return array.astype(stored)
 
 
+def _exact(values: Any, array: NDArray[Any], spec: ColumnSpec) -> NDArray[Any]:
+    """Return the array of a list that numpy made floats (as of [0, 2**63]) or objects of: Python's
+    integers for a column of integers, else float64."""
+    exact = np.asarray(values, object)
+    if "int" in spec.dtype and all(isinstance(n, int | np.integer) for n in exact.flat):
+        return exact
+    if array.dtype.kind == "O":
+        if not all(isinstance(n, int | float | np.number) for n in exact.flat):
+            raise DataError(f"column values are {array.dtype}; give numbers")
+        try:
+            return exact.astype(np.float64)
+        except OverflowError as error:
+            raise DataError(f"a column value is outside {spec.dtype}") from error
+    return array
+
+
 def _bfloat16_bits(array: NDArray[Any]) -> NDArray[np.uint16]:
     """Round numbers to bfloat16, ties to even; return the bits."""
-    single = array.astype(np.float32)
+    with np.errstate(over="ignore"):
+        single = array.astype(np.float32)
     bits = single.view(np.uint32)
+    ties = (bits & 0xFFFF == 0x8000) & np.isfinite(array)
+    if array.dtype == np.float64 and ties.any():  # float32 may have rounded to the tie
+        bits[ties] += np.sign(abs(array[ties]) - abs(single[ties])).astype(np.int32).view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     is_nan = np.isnan(single)
     result = np.where(is_nan, (bits >> 16) | 0x40, rounded).astype("<u2")
@@ -259,27 +290,18 @@ def column_spec(
 def rows_of(name: str, spec: ColumnSpec, values: Any) -> NDArray[Any]:
     """Return ``spec.rows(values)`` for a column of this name. Raises DataError also for a loss
     weight that is negative, not finite, or so small that it would be stored as 0 (below 3e-8)."""
+    rows = spec.rows(values)
     if name != WEIGHTS:
-        return spec.rows(values)
-    if hasattr(values, "detach"):  # torch.Tensor, without importing torch
-        values = values.detach().cpu().double().numpy()
-    try:
-        numbers = np.asarray(values)
-    except ValueError as error:
-        raise DataError(f"loss weights have rows of different shapes: {error}") from error
-    if numbers.dtype.kind not in "biuf" and numbers.size:
-        raise DataError(f"loss weights are {numbers.dtype}, not numbers")
-    numbers = numbers.astype(np.float64)
-    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
-        halves = numbers.astype(np.float16)
-    fits = np.isfinite(halves) & (numbers >= 0) & ((halves > 0) == (numbers > 0))
+        return rows
+    given = np.asarray(values.detach().cpu().float() if hasattr(values, "detach") else values)
+    fits = np.isfinite(rows) & (rows >= 0) & ((rows > 0) == (given > 0))
     if not fits.all():
         at = int(np.flatnonzero(~fits)[0])
         raise DataError(
-            f"loss weight {at} is {numbers.flat[at]}; weights are 0, or from 6e-08 to 65504 "
-            "(float16)"
+            f"loss weight {at} is {given[at]}; weights are 0, or from 6e-08 to 65504 (float16)"
         )
-    return spec.rows(np.abs(halves))  # -0 has a sign bit
+    unsigned: NDArray[Any] = np.abs(rows)  # -0 has a sign bit
+    return unsigned
 
 
 # ---- Entries of the meta file --------------------------------------------------------------------

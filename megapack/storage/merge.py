@@ -20,7 +20,13 @@ from numpy.typing import DTypeLike
 
 from megapack.errors import ConfigError, DataError
 from megapack.storage.address import is_remote
-from megapack.storage.columns import ColumnSpec, ColumnWriter, fill_checksums
+from megapack.storage.columns import (
+    INTERPRETED,
+    LABELS,
+    ColumnSpec,
+    ColumnWriter,
+    fill_checksums,
+)
 from megapack.storage.dataset import check_converted
 from megapack.storage.index_file import path_of, pick_dtype, prefix_of
 from megapack.storage.index_writer import (
@@ -71,7 +77,8 @@ def merge(
         allow_mixed_tokenizers: accept different or missing tokenizers and begin or end tokens (BOS,
             EOD) in the inputs' meta files.
         missing_columns: what to do with a column that only some inputs have: ``fill`` gives the
-            tokens of the others its fill value, ``drop`` leaves it out; None is an error.
+            tokens of the others its fill value (not of labels and weights), ``drop`` leaves it out;
+            None is an error.
         metadata: entries of the result's meta file, besides those on which all inputs agree.
         remove_inputs: delete the inputs after the result is renamed.
         overwrite: replace a different dataset at ``output``.
@@ -192,17 +199,21 @@ def _common_columns(
             if spec != expected:
                 raise DataError(
                     f"column {name} has different types: {expected} in {other.prefix}, {spec} in "
-                    f"{dataset.prefix}; write it again in one of them (`megapack-build column add`)"
+                    f"{dataset.prefix}; write it again in one of them (`megapack-build column add "
+                    "--overwrite`)"
                 )
     specs = {name: first_with[name].columns[name].spec for name in sorted(first_with)}
     for name in list(specs):
         lacking = next((each for each in inputs if name not in each.columns), None)
-        if lacking is None or missing == "fill":
+        may_fill = name not in INTERPRETED  # these fill values take tokens out of the loss
+        if lacking is None or (missing == "fill" and may_fill):
             continue
-        if missing is None:
+        if missing != "drop":
+            how = "'fill' or 'drop'" if may_fill else "'drop', which gives all tokens loss"
+            itself = f" {lacking.prefix} {name} {lacking.prefix}" if name == LABELS else ""
             raise DataError(
                 f"{lacking.prefix} has no column {name}, which {first_with[name].prefix} has: add "
-                "it (`megapack-build column add`), or give missing_columns='fill' or 'drop' "
+                f"it (`megapack-build column add{itself}`), or give missing_columns={how} "
                 "(--missing-columns)"
             )
         del specs[name]

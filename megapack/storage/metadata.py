@@ -21,6 +21,7 @@ once, and verify also detects inputs that were damaged before the merge.
 
 from __future__ import annotations
 
+import glob
 import io
 import json
 import os
@@ -118,7 +119,7 @@ def read_meta(prefix: str | os.PathLike[str]) -> dict[str, Any] | None:
     path = meta_path(prefix)
     try:
         with open_regular(path) as file:
-            content = parse_json(file.readall(), path, remedy="it is optional, delete it")
+            content = parse_json(file.readall(), path, remedy=meta_remedy(prefix))
     except FileNotFoundError:
         return None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
@@ -128,8 +129,21 @@ def read_meta(prefix: str | os.PathLike[str]) -> dict[str, Any] | None:
             f"{path} has version {content.get('version')!r}; this megapack reads {VERSION}"
         )
     if not _is_complete(content):
-        raise FormatError(f"{path} has missing or invalid keys; it is optional, delete it")
+        raise FormatError(f"{path} has missing or invalid keys; {meta_remedy(prefix)}")
     return content
+
+
+def meta_remedy(prefix: str | os.PathLike[str]) -> str:
+    """Return what to do about a damaged meta file; without it the columns cannot be read."""
+    path = meta_path(prefix)
+    base = path.name.removesuffix(".meta.json")
+    names = [
+        file.name[len(base) + 1 : -4] for file in path.parent.glob(f"{glob.escape(base)}.*.col")
+    ]
+    columns = ", ".join(sorted(name for name in names if "." not in name))
+    if columns:
+        return f"restore it from a copy, or delete it and add the columns {columns} again"
+    return "it is optional, delete it"
 
 
 def differing_tokens(named: Callable[[str], Iterable[tuple[str, Any]]]) -> Iterator[str]:

@@ -42,6 +42,7 @@ from megapack.storage.metadata import (
     TokenFacts,
     file_checksum,
     meta_path,
+    meta_remedy,
     own_metadata,
     read_meta,
 )
@@ -336,11 +337,12 @@ def _meta_of(prefix: str, done: list[str]) -> dict[str, Any] | None:
     try:
         meta = read_meta(prefix)
     except FormatError:
-        done.append("did not change the damaged meta file; delete it")
+        done.append(f"did not change the damaged meta file; {meta_remedy(prefix)}")
         return None
     if meta is None or file_checksum(path_of(prefix, ".idx")) == meta["idx"]["xxh3_128"]:
         return meta
-    done.append("did not change the meta file: it describes another .idx; delete it")
+    remedy = meta_remedy(prefix)
+    done.append(f"did not change the meta file: it describes another .idx; {remedy}")
     return None
 
 

@@ -38,6 +38,7 @@ from megapack.storage.metadata import (
     file_checksum,
     joined_range,
     meta_path,
+    meta_remedy,
     read_meta,
     stretch_checksum,
 )
@@ -386,7 +387,7 @@ def _meta(prefix: str, facts: Survey) -> tuple[dict[str, Any] | None, list[Findi
     try:
         meta = read_meta(prefix)
     except FormatError as error:
-        return None, [Finding("error", "meta", str(error), "delete it")]
+        return None, [Finding("error", "meta", str(error))]
     if meta is None:
         text = "no meta file: checksums, tokenizer and vocabulary are unknown"
         return None, [Finding("note", "no-meta", text)]
@@ -403,7 +404,7 @@ def _meta(prefix: str, facts: Survey) -> tuple[dict[str, Any] | None, list[Findi
     sizes = [size for size, _ in bin_checksums(meta)]
     if sum(sizes) != facts.num_tokens * width or any(size % width for size in sizes):
         text = "the meta file's checksums belong to another .bin"
-        return None, [Finding("error", "meta", text, "delete it")]
+        return None, [Finding("error", "meta", text, meta_remedy(prefix))]
     return meta, []
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -21,12 +22,13 @@ from megapack.data import BucketBatchSampler, PackedDataset, Schedule, build_loa
 from megapack.data.batch import ReusedBuffers, allocate, column_names, cut_slice
 from megapack.data.blend import BlendConfig, HostOptions, Source, Stage
 from megapack.data.dataset import open_blend
-from megapack.data.resume import content_digests
+from megapack.data.resume import check_record, content_digests
 from megapack.data.run import DataConfig
 from megapack.data.steps import PLAIN, StepView
-from megapack.errors import ConfigError, FormatError, IndexMismatchError, ResumeError
+from megapack.errors import ConfigError, DataError, FormatError, IndexMismatchError, ResumeError
 from megapack.packing import pack
 from megapack.storage import IndexedDataset
+from megapack.storage.column_edits import add_column, remove_column
 from megapack.storage.columns import RESERVED, ColumnSpec
 from tests.data.corpora import (
     bytes_of,
@@ -228,6 +230,38 @@ def test_workers_of_torch_carry_columns(
     assert num_samples > 20
 
 
+@pytest.mark.parametrize("rule", ["require", "fill"])
+def test_a_worker_refuses_columns_that_changed_during_the_run(tmp_path: Path, rule: str) -> None:
+    """A worker that is spawned opens the files again; columns that are not in use may change."""
+    spec, rows = ColumnSpec(dtype="uint8", fill=9), np.arange(3, dtype=np.uint8)
+    prefix = tmp_path / "d"
+    write_documents(prefix, [[1, 2, 3]])
+    add_column(prefix, "a", rows, spec)
+    data = PackedDataset(prefix, pack([3], buckets=[4]), columns={"a": rule})
+    saved = pickle.dumps(data)
+    add_column(prefix, "b", rows, spec)
+    assert pickle.loads(saved)[0]["a"].tolist() == [0, 1, 2, 9]
+    labels = ColumnSpec(dtype="int32", fill=-100, of="target")
+    add_column(prefix, "labels", np.array([1, -100, 3]), labels)
+    with pytest.raises(FormatError, match="a column was added, replaced or removed"):
+        pickle.loads(saved)
+    remove_column(prefix, "labels")
+    add_column(prefix, "a", rows + 1, spec, overwrite=True)
+    assert data[0]["a"].tolist() == [0, 1, 2, 9], "the open file"
+    with pytest.raises(FormatError, match="a column was added, replaced or removed"):
+        pickle.loads(saved)
+    remove_column(prefix, "a")
+    with pytest.raises(FormatError, match="a column was added, replaced or removed"):
+        pickle.loads(saved)
+
+
+def test_a_list_of_tensors_that_numpy_cannot_read_is_refused() -> None:
+    spec = ColumnSpec(dtype="bfloat16", shape=(2,))
+    with pytest.raises(DataError, match=r"no array: .*BFloat16; stack them"):
+        spec.rows([torch.ones(2).bfloat16()])
+    assert spec.rows(torch.ones(1, 2).bfloat16()).tolist() == [[0x3F80, 0x3F80]]
+
+
 def test_rows_of_64_kib(tmp_path: Path) -> None:
     spec = ColumnSpec(dtype="uint8", shape=(1 << 16,), of="target", fill=9)
     data, definition = opened(tmp_path, {"wide": spec})
@@ -272,6 +306,7 @@ def test_sources_without_a_column_are_refused_or_filled(tmp_path: Path) -> None:
         ({"experts": "require"}, "has no column experts"),
         ({"experts": "maybe"}, "experts is 'maybe'; it is 'require' or 'fill'"),
         (("expert",), "unknown column 'expert'; did you mean 'experts'"),
+        ("experts", r"columns is 'experts'; give a list of names, as in \['experts'\]"),
         ({"reward": "fill"}, r"column reward is float32, of token, .* in .*a and .* of target"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -298,11 +333,14 @@ def test_a_resumed_run_carries_the_same_columns(tmp_path: Path) -> None:
     plain = PackedDataset(tmp_path / "d", tmp_path / "d.samples")
     with pytest.raises(ResumeError, match="columns was"):
         Schedule(plain, tokens_per_step=STEP).check_state(state)
-    before = content_digests(data)
+    before = {"data.content": content_digests(data)}
+    for carried in ([], ["ids", "reward"]):  # as check_state allows it; the bytes are the same
+        data = PackedDataset(tmp_path / "d", tmp_path / "d.samples", columns=carried)
+        assert check_record({"data.content": content_digests(data)}, before) == []
     (tmp_path / "d.reward.col").write_bytes(bytes((tmp_path / "d.reward.col").stat().st_size))
-    data = PackedDataset(tmp_path / "d", tmp_path / "d.samples", columns=["reward"])
-    (digests,), (digests_before,) = content_digests(data).values(), before.values()
-    assert digests[-1] != digests_before[-1]
+    data = PackedDataset(tmp_path / "d", tmp_path / "d.samples", columns=["ids", "reward"])
+    with pytest.raises(ResumeError, match=r"data\.content was \{'0 [0-9a-f]* reward': "):
+        check_record({"data.content": content_digests(data)}, before)
 
 
 def test_shards_record_their_columns(tmp_path: Path) -> None:
@@ -319,12 +357,20 @@ def test_shards_record_their_columns(tmp_path: Path) -> None:
 
     changed = random_rows(MIXED["reward"], sum(map(len, first)), 77)
     write_columns(tmp_path / "a", {"reward": (MIXED["reward"], changed)})
-    with pytest.raises(IndexMismatchError, match=r"column experts of .*a has changed"):
+    with pytest.raises(IndexMismatchError, match=r"column reward of .*a has changed"):
         PackedDataset(None, manifest, columns=["reward"])[0]
+    remove_column(tmp_path / "a", "experts")
     packed_shards(manifest, [tmp_path / "a", tmp_path / "b"], **how)
     assert PackedDataset(None, manifest, columns=["reward"])[0]["reward"].numel()
-    with pytest.raises(ConfigError, match="has no column experts"):
+    with pytest.raises(ConfigError, match=r"has no column experts: .* pack` if it is a shard"):
         PackedDataset(None, manifest, columns=["experts"])
+    for name in "ab":
+        dataset, late = IndexedDataset(tmp_path / name), ColumnSpec(dtype="uint8")
+        add_column(tmp_path / name, "late", np.zeros(dataset.num_tokens, np.uint8), late)
+    with pytest.raises(ConfigError, match=r"pack` again after you .*unknown column 'late'"):
+        PackedDataset(None, manifest, columns=["late"])
+    packed_shards(manifest, [tmp_path / "a", tmp_path / "b"], **how)
+    assert PackedDataset(None, manifest, columns=["late"])[0]["late"].numel()
     content = json.loads(manifest.read_text())
     content["shards"][0]["columns"]["reward"]["dtype"] = "float8"
     manifest.write_text(json.dumps(content))

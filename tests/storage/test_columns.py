@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import operator
+import os
 import sys
 from pathlib import Path
 
@@ -94,7 +96,8 @@ def test_stored_bytes_equal_the_definition(dtype: str, data: st.DataObject) -> N
         number = st.floats(-limit, limit) | st.integers(-5, 5).map(float)
     if dtype == "bfloat16":  # also ties between two neighbors
         halves = st.integers(0, 0x7F7E).map(lambda half: (bfloat16(half) + bfloat16(half + 1)) / 2)
-        number |= halves.map(float)
+        near = st.sampled_from([-(2.0**-40), 2.0**-40]).map(lambda share: 1 + share)
+        number |= halves.map(float) | st.builds(operator.mul, halves.map(float), near)
     values = data.draw(st.lists(number, max_size=6))
     stored = ColumnSpec(dtype=dtype).rows(values)
     expected = b"".join(number_bytes(dtype, value) for value in values)
@@ -117,12 +120,58 @@ def test_stored_bytes_equal_the_definition(dtype: str, data: st.DataObject) -> N
         ({"dtype": "uint8", "fill": -1}, "column fill is -1, which is not a finite uint8"),
         ({"dtype": "float16", "fill": 1e9}, "column fill is 1000000000.0"),
         ({"dtype": "float32", "fill": math.nan}, "column fill is nan"),
+        ({"dtype": "float32", "fill": 10**400}, "column fill is 1000"),
+        ({"dtype": "float32", "fill": "0"}, "column fill is '0', which is not a finite float32"),
+        ({"dtype": "uint8", "fill": True}, "column fill is True"),  # JSON's true is no number
+        ({"dtype": "uint8", "shape": 2}, r"column shape is 2; give integers, as in \(8,\)"),
         ({"dtype": "int8", "of": "labels"}, "a column is of 'labels'"),
     ],
 )
 def test_wrong_types_are_refused(spec: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ColumnSpec(**spec)
+
+
+def test_numbers_of_numpy_and_lists_are_exact() -> None:
+    spec = ColumnSpec(dtype="uint64", shape=[np.int64(2)], fill=np.uint64(2**64 - 1))  # type: ignore[arg-type]
+    assert spec == ColumnSpec(dtype="uint64", shape=(2,), fill=2**64 - 1)
+    assert spec.rows([[np.uint64(2**63), 1]]).tolist() == [[2**63, 1]]
+    assert ColumnSpec(dtype="float32").rows([2**70, 0.5]).tolist() == [2.0**70, 0.5]
+    bits = np.array([0x3F80], ">u2")
+    assert ColumnSpec(dtype="bfloat16").rows(bits).tolist() == [0x3F80]
+
+
+@pytest.mark.parametrize("fill", [2**64 - 1, 2**63 + 1, 2**53 + 1])
+def test_large_fill_values_are_read_back(tmp_path: Path, fill: int) -> None:
+    spec = ColumnSpec(dtype="uint64", fill=fill)
+    with IndexedDatasetBuilder(tmp_path / "d", np.uint16) as builder:
+        builder.add_document([1])
+    add_column(tmp_path / "d", "u", np.array([5], np.uint64), spec)
+    assert IndexedDataset(tmp_path / "d").columns["u"].spec == spec
+    assert spec.fill_row.view(np.uint64).tolist() == [fill]
+
+
+def test_a_damaged_meta_file_of_columns_is_not_optional(tmp_path: Path) -> None:
+    columns = {"b": ColumnSpec(dtype="int8"), "a": ColumnSpec(dtype="int8")}
+    for name, specs in (("d", columns), ("d.x", {"c": columns["a"]}), ("e", {})):
+        with IndexedDatasetBuilder(tmp_path / name, np.uint16, columns=specs) as builder:
+            builder.add_document([1], columns={key: [1] for key in specs} or None)
+        os.truncate(tmp_path / f"{name}.meta.json", 99)
+    for name, remedy in (
+        ("d", "restore it from a copy, or delete it and add the columns a, b again"),
+        ("d.x", "restore it from a copy, or delete it and add the columns c again"),
+        ("e", "it is optional, delete it"),
+    ):
+        with pytest.raises(FormatError, match=remedy):
+            IndexedDataset(tmp_path / name).columns  # noqa: B018
+        assert any(finding.message.endswith(remedy) for finding in verify(tmp_path / name))
+
+
+def test_a_npy_of_one_number_has_no_rows(tmp_path: Path) -> None:
+    with IndexedDatasetBuilder(tmp_path / "d", np.uint16) as builder:
+        builder.add_document([1])
+    with pytest.raises(DataError, match="column a: no rows for 1 tokens"):
+        add_column(tmp_path / "d", "a", np.array(3), ColumnSpec(dtype="int64"))
 
 
 @pytest.mark.parametrize(
@@ -137,6 +186,9 @@ def test_wrong_types_are_refused(spec: dict, message: str) -> None:
         ("int32", [None], "column values are object; give numbers"),
         ("int64", [2**64], "column value 18446744073709551616 is outside int64"),
         ("float32", ["x"], "column values are <U1; give numbers"),
+        ("float32", [2**130], "is outside float32"),
+        ("float32", [10**400, 0.5], "a column value is outside float32"),
+        ("bfloat16", [1e300], r"column value 1e\+300 is outside bfloat16"),
         ("float32", [[1], [1, 2]], "rows of different shapes"),
         ("float32", [[1], [2]], r"rows have shape \[2, 1\]; the column has one row of shape \[\]"),
     ],
@@ -446,11 +498,11 @@ def test_loss_weights_are_checked(tmp_path: Path) -> None:
         ([[1, 2], [1, 2]], "2 rows for document 1, which has 3 tokens"),
         ([[1, 2]], "rows of 1 documents, and .* has 2"),
         ([[1, 2], [1, 2, 3], [1]], "document 2, which does not exist"),
-        ([[1, -1], [1, 2, 3]], "loss weight 1 is -1.0; weights are 0, or from 6e-08 to 65504"),
+        ([[1, -1], [1, 2, 3]], "loss weight 1 is -1; weights are 0, or from 6e-08 to 65504"),
         ([[1, 1], [1, np.nan, 3]], "loss weight 1 is nan"),
-        ([[1, 1e5], [1, 2, 3]], "loss weight 1 is 100000.0"),
+        ([[1, 1e5], [1, 2, 3]], "column value 100000.0 is outside float16"),
         ([[1e-9, 1], [1, 2, 3]], "loss weight 0 is 1e-09"),
-        ([["a", 1], [1, 2, 3]], "loss weights are <U.*, not numbers"),
+        ([["a", 1], [1, 2, 3]], "column values are <U.*; give numbers"),
         ([[[1], [2]], [1, 2, 3]], r"rows have shape \[2, 1\]"),
     ):
         with pytest.raises(DataError, match=message):
@@ -522,6 +574,23 @@ def test_datasets_that_are_not_the_values_of_another_are_refused(tmp_path: Path)
         values_of_dataset("weights", tmp_path / "a.weights", tmp_path / "c")
     with pytest.raises(ConfigError, match="is an address"):
         values_of_dataset("labels", "s3://bucket/a.labels", tmp_path / "a")
+
+
+@pytest.mark.parametrize("name", [LABELS, WEIGHTS])
+def test_merge_does_not_take_tokens_out_of_the_loss(tmp_path: Path, name: str) -> None:
+    """Their fill values mean no loss; a dataset without labels has loss on every token."""
+    build(tmp_path / "a", [3, 2], specs={name: INTERPRETED[name]})
+    build(tmp_path / "b", [1, 2], specs={})
+    both = [tmp_path / "a", tmp_path / "b"]
+    with pytest.raises(DataError, match=f"b has no column {name}, .* gives all tokens loss"):
+        merge(both, tmp_path / "c", missing_columns="fill")
+    merge(both, tmp_path / "c", missing_columns="drop")
+    assert not IndexedDataset(tmp_path / "c").columns
+    ones = np.ones(3) if name == WEIGHTS else values_of_dataset(name, both[1], both[1])
+    add_column(both[1], name, ones, spec_of(name, ones))
+    merge(both, tmp_path / "d")
+    rows = IndexedDataset(tmp_path / "d").columns[name].rows[5:].tolist()
+    assert rows == ([1, 1, 1] if name == WEIGHTS else [0, 0, 1])
 
 
 @pytest.mark.parametrize("name", [LABELS, WEIGHTS])

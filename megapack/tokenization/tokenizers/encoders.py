@@ -244,8 +244,9 @@ class _HuggingFace(Encoder):
         return _joined([np.array(row.ids, np.int32) for row in rows])
 
     def spans(self, text: str) -> NDArray[np.int64]:
+        tokenizer = self._spanning  # loaded first, since loading uses without_panics, too
         with without_panics():
-            encoding = self._spanning.encode(text, add_special_tokens=False)
+            encoding = tokenizer.encode(text, add_special_tokens=False)
         return np.array(encoding.offsets, np.int64).reshape(-1, 2)
 
     @functools.cached_property
