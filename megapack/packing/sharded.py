@@ -272,8 +272,9 @@ _CHECKS: dict[str, Check] = {
     "int | None": lambda value: value is None or type(value) is int,
     "str | None": lambda value: value is None or is_text(value),
     "tuple[int, ...]": are_counts,
+    "Mapping[str, PackedColumn]": lambda value: isinstance(value, dict),
 }
-_FIELDS = {f.name: _CHECKS[str(f.type)] for f in fields(PackedShard) if f.name != "columns"}
+_FIELDS = {f.name: _CHECKS[str(f.type)] for f in fields(PackedShard)}
 _PATHS = ("prefix", "samples")
 
 
@@ -363,7 +364,7 @@ def _shard(path: Path | str, number: int, row: Any, num_buckets: int) -> PackedS
         for name, content in row["columns"].items():
             columns[name] = from_dict(PackedColumn, content, where=f"column {name}")
             check_column(name, columns[name].spec)
-    except (ConfigError, KeyError, AttributeError) as error:
+    except ConfigError as error:
         raise FormatError(f"{path} is damaged: shard {number}: {error}") from error
     paths = {name: _resolve(path, number, row[name]) for name in _PATHS}
     return PackedShard(**values | paths | {"columns": columns})
