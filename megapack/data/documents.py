@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from megapack import _core
 from megapack.config import check_known
 from megapack.errors import ConfigError, IndexMismatchError, MegapackWarning
-from megapack.packing.shard_packing import packed_columns, sampled_maximum
+from megapack.packing.shard_packing import packed_columns
 from megapack.packing.sharded import PackedColumn, ShardedIndex, SourceIndex, load_index
 from megapack.storage import IndexedDataset
 from megapack.storage.address import is_remote
@@ -42,6 +42,8 @@ from megapack.storage.remote.reader import RemoteRows, blocks_of, read_consisten
 Ids = NDArray[np.int64]
 
 logger = logging.getLogger("megapack")
+
+_BLOCKS, _BLOCK_TOKENS = 64, 1 << 16
 
 
 class SourceDocuments(abc.ABC):
@@ -152,11 +154,10 @@ class DatasetDocuments(SourceDocuments):
     def largest_token_id(self, at_least: int) -> tuple[str, int]:
         largest = -1
         if np.iinfo(self.dtype).max >= at_least:
-            largest = _largest_token_id(self.dataset)
+            largest = largest_id(self.dataset)
         for labels in self.open_columns(self.dataset, [LABELS]).values():
-            largest_label, _ = sampled_maximum(labels.rows)
-            if largest_label > largest:
-                return f"column {LABELS} of {self.prefix}", largest_label
+            if labels.largest > largest:
+                return f"column {LABELS} of {self.prefix}", labels.largest
         return self.prefix, largest
 
 
@@ -165,20 +166,22 @@ def _used_columns(dataset: IndexedDataset, ignored: Collection[str]) -> dict[str
     return {name: column for name, column in columns.items() if name not in ignored}
 
 
-def _largest_token_id(dataset: IndexedDataset) -> int:
+def largest_id(dataset: IndexedDataset) -> int:
     """Return the largest id, or -1 without tokens. Without a meta file, sample some blocks."""
     if dataset.meta is not None:
         recorded = dataset.meta["max_token_id"]
         return -1 if recorded is None else int(recorded)
-    largest, part = sampled_maximum(dataset.tokens)
-    if part < 1:
+    begins = range(0, dataset.num_tokens, _BLOCK_TOKENS)
+    if len(begins) > _BLOCKS:
+        begins = begins[:: len(begins) // _BLOCKS]
         logger.warning(
             "%s has no .meta.json (`megapack-build import` writes one): token ids were checked in "
             "%.1f %% of it",
             dataset.prefix,
-            100 * part,
+            100 * len(begins) * _BLOCK_TOKENS / dataset.num_tokens,
         )
-    return largest
+    blocks = (dataset.tokens[begin : begin + _BLOCK_TOKENS] for begin in begins)
+    return max((_core.token_range(block)[1] for block in blocks), default=-1)
 
 
 # Documents of one source in an argument; None: the shard manifest names them.

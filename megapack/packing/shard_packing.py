@@ -18,7 +18,6 @@ from typing import Any, Literal
 import numpy as np
 import xxhash
 
-from megapack import _core
 from megapack.errors import ConfigError, IndexMismatchError
 from megapack.executors import Counted, Report, run_shards
 from megapack.packing.groups import groups_checksum, read_groups
@@ -194,8 +193,7 @@ def describe_shard(
     if dataset.meta is not None:
         max_token_id = -1 if meta["max_token_id"] is None else meta["max_token_id"]
         if LABELS in columns:
-            largest_label, _ = sampled_maximum(dataset.columns[LABELS].rows)
-            max_token_id = max(max_token_id, largest_label)
+            max_token_id = max(max_token_id, dataset.columns[LABELS].largest)
     return PackedShard(
         prefix=dataset.prefix,
         samples=os.fspath(path),
@@ -214,19 +212,6 @@ def describe_shard(
         document_begin_token=meta.get("document_begin_token"),
         columns=columns,
     )
-
-
-_BLOCKS, _BLOCK_ROWS = 64, 1 << 16
-
-
-def sampled_maximum(values: Any) -> tuple[int, float]:
-    """Return the largest of some integers, -1 without any, and the fraction that was read: all of
-    up to 4 million, else 64 to 127 evenly spaced blocks."""
-    begins = range(0, values.size, _BLOCK_ROWS)
-    begins = begins[:: max(1, len(begins) // _BLOCKS)]
-    blocks = (values[begin : begin + _BLOCK_ROWS] for begin in begins)
-    largest = max((_core.token_range(block)[1] for block in blocks), default=-1)
-    return largest, min(1, len(begins) * _BLOCK_ROWS / max(1, values.size))
 
 
 def packed_columns(dataset: IndexedDataset) -> dict[str, PackedColumn]:

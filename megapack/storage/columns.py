@@ -32,7 +32,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import xxhash
@@ -42,7 +42,15 @@ from megapack.config import from_dict
 from megapack.errors import ConfigError, DataError, FormatError
 from megapack.storage.files import AtomicFile, file_identity, open_regular
 from megapack.storage.index_file import map_file, path_of
-from megapack.storage.metadata import COLUMNS, Checksum, sampled_checksum, stretches_of
+from megapack.storage.metadata import (
+    COLUMNS,
+    Checksum,
+    joined_range,
+    sampled_checksum,
+    stretches_of,
+)
+
+Range: TypeAlias = "tuple[int, int] | None"  # smallest and largest number; None without any
 
 MAX_ROW_BYTES = 1 << 16
 STRETCH_BYTES = 1 << 24  # bytes of a column under one checksum
@@ -157,13 +165,19 @@ class ColumnSpec:
             return rows
         return (np.asarray(rows).astype(np.uint32) << 16).view(np.float32)
 
-    def entry(self, checksums: list[Checksum]) -> dict[str, Any]:
-        """Return the entry of the meta file for a column with these stretches."""
+    @property
+    def has_range(self) -> bool:
+        """True if meta files record the smallest and largest number: those of integers."""
+        return self.numpy_dtype.kind in "iu" and self.dtype != "bfloat16"
+
+    def entry(self, checksums: list[Checksum], limits: Range) -> dict[str, Any]:
+        """Return the entry of the meta file for a column with these stretches and limits."""
         return {
             "dtype": self.dtype,
             "shape": list(self.shape),
             "fill": self.fill,
             "of": self.of,
+            "range": None if limits is None else list(limits),
             "bytes": sum(size for size, _ in checksums),
             "xxh3_128": [f"{size} {digest}" for size, digest in checksums],
         }
@@ -309,12 +323,14 @@ def rows_of(name: str, spec: ColumnSpec, values: Any) -> NDArray[Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnEntry:
-    """Entry of the meta file: a column, its size and the checksums of its stretches."""
+    """Entry of the meta file: a column, its size and the checksums of its stretches. ``range`` is
+    that of integers, None for floats and without tokens."""
 
     dtype: str
     shape: tuple[int, ...]
     fill: int | float
     of: Literal["token", "target"]
+    range: tuple[Any, ...] | None  # two integers; those of uint64 exceed a configuration's
     bytes: int
     xxh3_128: tuple[str, ...]
 
@@ -322,6 +338,11 @@ class ColumnEntry:
     def spec(self) -> ColumnSpec:
         """Type of the column. Raises ConfigError if it is not valid."""
         return ColumnSpec(dtype=self.dtype, shape=self.shape, fill=self.fill, of=self.of)
+
+    @property
+    def limits(self) -> Range:
+        """Smallest and largest number of a column of integers; None without any."""
+        return None if self.range is None else (int(self.range[0]), int(self.range[1]))
 
     @property
     def identity(self) -> str:
@@ -353,12 +374,20 @@ def column_entries(meta: Mapping[str, Any] | None, where: object) -> dict[str, C
             expected = (meta or {})["num_tokens"] * entry.spec.row_bytes
             if sum(sizes) != entry.bytes or entry.bytes != expected or min(sizes, default=1) < 1:
                 raise ConfigError(f"{entry.bytes} bytes; one row per token has {expected}")
+            if not _is_range(entry.range, entry.spec.has_range and expected > 0):
+                raise ConfigError(f"range {entry.range}; columns of integers have two integers")
         except (ConfigError, ValueError) as error:
             raise FormatError(
                 f"{where}: column {name} is damaged: {error}; restore the meta file from a copy"
             ) from error
         entries[name] = entry
     return entries
+
+
+def _is_range(limits: tuple[Any, ...] | None, has_numbers: bool) -> bool:
+    if limits is None or not has_numbers:
+        return limits is None and not has_numbers
+    return [type(limit) for limit in limits] == [int, int] and limits[0] <= limits[1]
 
 
 def check_column_name(name: str) -> None:
@@ -402,6 +431,11 @@ class Column:
     def spec(self) -> ColumnSpec:
         """Type of the column."""
         return self.entry.spec
+
+    @property
+    def largest(self) -> int:
+        """The largest number of a column of integers according to its entry, -1 without tokens."""
+        return -1 if self.entry.limits is None else self.entry.limits[1]
 
     @cached_property
     def content_digest(self) -> list[str | None]:
@@ -472,13 +506,14 @@ class _Stretches:
         del self.checksums[num_checksums:]
 
 
-def fill_checksums(spec: ColumnSpec, num_rows: int) -> list[Checksum]:
-    """Return the checksums of ``ColumnWriter.append_fill``."""
+def fill_facts(spec: ColumnSpec, num_rows: int) -> tuple[list[Checksum], Range]:
+    """Return checksums and limits of ``ColumnWriter.append_fill``."""
     stretches = _Stretches()
     for block in _fill_blocks(spec, num_rows):
         stretches.update(block.reshape(-1).data)
     stretches.end()
-    return stretches.checksums
+    limits = (int(spec.fill), int(spec.fill)) if num_rows and spec.has_range else None
+    return stretches.checksums, limits
 
 
 def _fill_blocks(spec: ColumnSpec, num_rows: int) -> Iterator[NDArray[np.uint8]]:
@@ -503,6 +538,7 @@ class ColumnWriter:
         self.target = AtomicFile(column_path(prefix, name))
         self._buffer = bytearray()  # rows that are not in the file yet
         self._stretches = _Stretches()
+        self._range: Range = None
 
     def rows(self, values: Any) -> NDArray[Any]:
         """Return values as stored (``rows_of``)."""
@@ -519,35 +555,37 @@ class ColumnWriter:
             self._buffer += data
         self.num_rows += len(rows)
         self._stretches.update(data)
+        if self.spec.has_range and rows.size:
+            self._range = joined_range([self._range, (int(rows.min()), int(rows.max()))])
 
     def append_fill(self, num_rows: int) -> None:
-        """Write rows of fill values as separate stretches (``fill_checksums``)."""
+        """Write rows of fill values as separate stretches (``fill_facts``)."""
         mark = self.mark()
         try:
             self._stretches.end()
             for block in _fill_blocks(self.spec, num_rows):
-                self.append(block)
+                self.append(block.view(self.spec.numpy_dtype))
             self._stretches.end()
         except BaseException:
             self.reset(mark)
             raise
 
-    def append_file(self, file: io.FileIO, checksums: list[Checksum]) -> None:
-        """Copy a whole .col file of the same type with its recorded checksums; not read here."""
+    def append_file(self, file: io.FileIO, entry: ColumnEntry) -> None:
+        """Copy a whole .col file of the same type with its recorded facts; not read here."""
         self._flush()
-        num_bytes = sum(size for size, _ in checksums)
-        self.target.copy_from(file, num_bytes)
+        self.target.copy_from(file, entry.bytes)
         self._stretches.end()
-        self._stretches.checksums += checksums
-        self.num_rows += num_bytes // self.spec.row_bytes
+        self._stretches.checksums += entry.checksums
+        self._range = joined_range([self._range, entry.limits])
+        self.num_rows += entry.bytes // self.spec.row_bytes
 
-    def mark(self) -> tuple[int, Any]:
+    def mark(self) -> tuple[int, Range, Any]:
         """Return the present state, for ``reset``."""
-        return self.num_rows, self._stretches.mark()
+        return self.num_rows, self._range, self._stretches.mark()
 
-    def reset(self, mark: tuple[int, Any]) -> None:
+    def reset(self, mark: tuple[int, Range, Any]) -> None:
         """Undo everything appended since ``mark``."""
-        self.num_rows, stretches = mark
+        self.num_rows, self._range, stretches = mark
         self._stretches.reset(stretches)
         file, num_bytes = self.target.file, self.num_rows * self.spec.row_bytes
         num_written = min(file.tell(), num_bytes)
@@ -559,7 +597,7 @@ class ColumnWriter:
         """Return the entry of the meta file; ``target`` is then complete."""
         self._flush()
         self._stretches.end()
-        return self.spec.entry(self._stretches.checksums)
+        return self.spec.entry(self._stretches.checksums, self._range)
 
     def _flush(self) -> None:
         self.target.write(self._buffer)

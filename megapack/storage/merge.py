@@ -25,7 +25,7 @@ from megapack.storage.columns import (
     LABELS,
     ColumnSpec,
     ColumnWriter,
-    fill_checksums,
+    fill_facts,
 )
 from megapack.storage.dataset import check_converted
 from megapack.storage.index_file import path_of, pick_dtype, prefix_of
@@ -226,11 +226,13 @@ def _recorded_columns(
     """Return the entries that the result's columns would have."""
     entries = {}
     for name, spec in specs.items():
-        stretches = []
-        for dataset in inputs:
-            entry = dataset.columns.get(name)
-            stretches += entry.checksums if entry else fill_checksums(spec, dataset.num_tokens)
-        entries[name] = spec.entry(stretches)
+        facts = [
+            (entry.checksums, entry.limits) if entry else fill_facts(spec, dataset.num_tokens)
+            for dataset in inputs
+            for entry in [dataset.columns.get(name)]
+        ]
+        stretches = [checksum for checksums, _ in facts for checksum in checksums]
+        entries[name] = spec.entry(stretches, joined_range(limits for _, limits in facts))
     return entries
 
 

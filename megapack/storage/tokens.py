@@ -191,7 +191,7 @@ class InputDataset:
                 )
             if read_meta(self.prefix) != self.meta:
                 raise FormatError(f"{self.prefix} was changed while it was read; start again")
-            writer.append_file(file, entry.checksums)
+            writer.append_file(file, entry)
 
     def _open(self, path: Path) -> io.FileIO:
         file = open_regular(path)

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from megapack.data.blend import Source
-from megapack.data.documents import DatasetDocuments, SourceDocuments
+from megapack.data.documents import DatasetDocuments, SourceDocuments, largest_id
 from megapack.errors import ConfigError, IndexMismatchError
 from megapack.integrations.dialects import GPT_NEOX, GPT_NEOX_LABELS
 from megapack.integrations.host import Rebinding, check_options
@@ -72,6 +72,10 @@ class LabeledDocuments(DatasetDocuments):
         columns = super().open_columns(shard, names)
         return {**columns, LABELS: self._column} if LABELS in names else columns
 
+    def largest_token_id(self, at_least: int) -> tuple[str, int]:
+        of_labels = (self.labels.prefix, largest_id(self.labels))
+        return max(super().largest_token_id(at_least), of_labels, key=lambda item: item[1])
+
     @property
     def _column(self) -> Column:  # not cached: it would be pickled with its values
         tokens = self.labels.mapped_tokens
@@ -80,6 +84,7 @@ class LabeledDocuments(DatasetDocuments):
             shape=(),
             fill=-100 if tokens.dtype.kind == "i" else 0,
             of="target",
+            range=None,  # unknown: see largest_token_id
             bytes=tokens.nbytes,
             xxh3_128=tuple(map(str, self.labels.content_digest)),
         )
