@@ -99,7 +99,11 @@ def test_steps_equal_those_of_a_plain_loop(new_run: NewRun, kind: str, cases: li
         engine = {"precision": precision, "zero_stage": stage}
         found = new_run(case, engine=engine, **sections).worker(ranks)
         exact = precision == "fp32"
-        assert found["norms"] == pytest.approx(expected["norms"], rel=1e-4 if exact else 5e-2)
+        # Muon orthogonalizes in bfloat16, whose matrix products differ by CPU.
+        of_norms, of_weights = (1e-3, 5e-2) if kind == "muon" else (1e-4, 1e-2)
+        if not exact:
+            of_norms, of_weights = 5e-2, 0.2
+        assert found["norms"] == pytest.approx(expected["norms"], rel=of_norms)
         for part in ("weights", "averages"):
             for name, theirs in expected[part].items():
                 ours, begin = found[part][name], found["initial"][name]
@@ -107,7 +111,7 @@ def test_steps_equal_those_of_a_plain_loop(new_run: NewRun, kind: str, cases: li
                 assert moved > 0, f"{name} was not trained"
                 rounding = 0.0 if exact else 2**-8 * theirs.norm()  # rounding of the export
                 error = ((ours - theirs).norm() - rounding) / moved
-                assert error < (1e-2 if exact else 0.2), f"{case} {part} {name}: {error:.1e}"
+                assert error < of_weights, f"{case} {part} {name}: {error:.1e}"
 
 
 def test_muon_updates_matrices_of_layers_and_adamw_the_rest() -> None:
