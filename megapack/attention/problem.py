@@ -3,7 +3,7 @@
 - ``ScoreRule``: how scores become weights (scale, mask, window, soft cap, ALiBi).
 - ``Segments``: boundaries of the segments of a stream.
 - ``AttentionNeeds``: all that a model requires; every backend accepts or refuses one.
-- ``Backend``: a forward, its backward, and the needs that it refuses.
+- ``Backend``: a forward pass, its backward pass, and the needs that it refuses.
 
     alibi_slopes(4)  # -> 0.25, 0.0625, 0.015625, 0.00390625
 """

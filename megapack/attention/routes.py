@@ -1,20 +1,21 @@
 """Router replay: train a mixture of experts with experts that were chosen earlier.
 
-- ``record_routes``: record which experts the tokens of a forward chose
-- ``replay_routes``: make the tokens of a forward use recorded experts
+- ``record_routes``: record which experts the tokens of a forward pass choose
+- ``replay_routes``: make the tokens of a forward pass use recorded experts
 - ``check_replay``: check at startup that an architecture can replay routes
 
 In reinforcement learning, the model that generated a text and the trained model choose slightly
 different experts for the same tokens, because kernels and weights differ. With replay, the trained
-model uses the experts of the generation, weighted by its router (here normalized to a sum of 1)::
+model uses the experts chosen during generation, with the weights of its own router (here they are
+normalized to a sum of 1)::
 
     logits of a token        1.0   3.0   2.0   0.5
     softmax                  .09   .63   .23   .05
     the token's own choice   experts 1 and 2, weights .73 and .27
     recorded                 experts 2 and 3, weights .82 and .18
 
-So gradients reach router and experts as in a model that is given its routes. The load-balancing
-loss, if the model has one, still counts the router's own choices, which are to be balanced.
+So gradients reach the router and the experts as if the routes were an input of the model. The
+load-balancing loss, if there is one, still counts the router's own choices, which it balances.
 
 Example, also with activation checkpointing (the recomputation replays the same routes)::
 
@@ -55,7 +56,8 @@ class _Choice(TorchFunctionMode):
     """Replace the choice of experts inside a router's forward by recorded experts.
 
     Attributes:
-        routes: (tokens, top_k) expert ids, negative: the token's own choice; None: all are.
+        routes: (tokens, top_k) expert ids; negative: the token keeps its own choice; None: all
+            tokens do.
         experts, scores: chosen experts and their scores, (tokens, top_k); None before the choice.
     """
 
@@ -92,8 +94,8 @@ class _Choice(TorchFunctionMode):
 
 
 def _replaced(chosen: Tensor, recorded: Tensor) -> Tensor:
-    """Return recorded numbers, or the chosen ones of tokens with a negative recorded number; both
-    are (tokens, any width) and repeat to the larger width."""
+    """Return the recorded numbers, but the chosen ones for tokens with a negative recorded number.
+    Both are (tokens, any width); the narrower one is repeated to the larger width."""
     width = max(chosen.shape[1], recorded.shape[1])
     columns = torch.arange(width, device=chosen.device)
     chosen, recorded = (part[:, columns % part.shape[1]] for part in (chosen, recorded))
@@ -107,14 +109,15 @@ def _with_scores(scores: Tensor, chosen: Tensor) -> Any:
 class _Router:
     """Forward of a router module that records or replays its choices.
 
-    It replaces the module's ``forward`` for good: a checkpointed layer runs again in the backward.
+    It replaces the module's ``forward`` permanently, because a checkpointed layer runs again in the
+    backward pass.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module: Any = module
         self.forward = module.forward
         self.routes: Tensor | None = None
-        self.choice: _Choice | None = None  # of the last forward that records or replays
+        self.choice: _Choice | None = None  # of the last forward pass that records or replays
         self.recording = False
         self.replayed = False
 
@@ -149,7 +152,7 @@ def _in_backward() -> bool:
 
 
 class _Recompute:
-    """Checkpoint function of a layer: the recomputation replays the routes of the forward."""
+    """Checkpoint function of a layer: the recomputation replays the routes of the forward pass."""
 
     def __init__(self, checkpoint: Callable[..., Any], routers: list[_Router]) -> None:
         self.checkpoint, self.routers = checkpoint, routers
@@ -172,11 +175,11 @@ class _Recompute:
 
 
 def open_routers(model: nn.Module) -> list[_Router]:
-    """Return the routers of a model in the order of its layers, prepared for record and replay.
+    """Return the routers of a model in the order of its layers, prepared for recording and replay.
 
     Raises:
-        ConfigError: the model has no router that can be replayed; or its routers differ in
-            ``top_k``; or there are too many experts for int16.
+        ConfigError: the model has no router that can be replayed, its routers differ in ``top_k``,
+            or it has too many experts for int16.
     """
     modules: list[Any] = [module for module in model.modules() if _is_router(module)]
     if not modules:
@@ -215,14 +218,14 @@ def _looks_like_router(module: nn.Module) -> bool:
 
 
 class Recording:
-    """Choices of the last forward inside ``record_routes``."""
+    """Choices of the last forward pass inside ``record_routes``."""
 
     def __init__(self, routers: list[_Router]) -> None:
         self._routers = routers
 
     def routes(self) -> Tensor:
         """Return the chosen experts, int16 (tokens, layers, top_k), on the model's device; layers
-        without a router do not count. Raises RuntimeError before a forward."""
+        without a router do not count. Raises RuntimeError before a forward pass."""
         return torch.stack([_chosen(r).experts for r in self._routers], dim=1).to(torch.int16)
 
     def scores(self) -> list[Tensor]:
@@ -238,8 +241,8 @@ def _chosen(router: _Router) -> Any:
 
 @contextmanager
 def record_routes(model: nn.Module) -> Iterator[Recording]:
-    """Record the experts that tokens use in the forwards of a block. Raises ConfigError if the
-    model has no such routers."""
+    """Record the experts that tokens use in the forward passes of the ``with`` block. Raises
+    ConfigError if the model has no such routers."""
     routers = open_routers(model)
     for router in routers:
         router.recording, router.choice = True, None
@@ -252,16 +255,17 @@ def record_routes(model: nn.Module) -> Iterator[Recording]:
 
 @contextmanager
 def replay_routes(model: nn.Module, routes: Tensor) -> Iterator[None]:
-    """Make tokens use recorded experts in the forwards of a block; their backwards may follow it.
+    """Make tokens use recorded experts in the forward passes of the ``with`` block; the backward
+    passes may come after it.
 
     Args:
-        routes: expert ids, any integer dtype, (tokens, layers, top_k) or with a dimension of 1
-            before them, in the order of ``Recording.routes``. A token with a negative id in a layer
-            (padding, inserted tokens) chooses for itself.
+        routes: expert ids, any integer dtype, (tokens, layers, top_k), also with a leading
+            dimension of 1, in the order of ``Recording.routes``. A token with a negative id in a
+            layer (padding, inserted tokens) chooses for itself.
 
     Raises:
         ConfigError: the model has no such routers, or a layer did not run its router.
-        DataError: another shape, or an id too large (on a GPU: a device assertion).
+        DataError: the shape is wrong, or an id is too large (on a GPU: a device assertion).
     """
     routers = open_routers(model)
     table = _checked(routes.long(), routers)
@@ -320,8 +324,8 @@ def _checked(routes: Tensor, routers: list[_Router]) -> Tensor:
 def check_replay(configuration: Any, build: Build) -> None:
     """Check on a tiny model that an architecture can replay routes.
 
-    Its own routes must reproduce its logits; and if every token gets the routes of the first, only
-    those experts may have gradients, all of them, with scores that no mask has hidden.
+    The model's own routes must reproduce its logits. If every token gets the routes of the first
+    token, exactly those experts must have gradients, with scores that no mask has hidden.
 
     Args:
         configuration: transformers configuration of the run.
@@ -339,8 +343,8 @@ def check_replay(configuration: Any, build: Build) -> None:
 
 
 def _fewer_choices(fields: Any) -> None:
-    """Let tokens of a tiny model choose 2 of 4 experts; if the model limits the choice to groups of
-    experts, to one of two groups."""
+    """Let tokens of a tiny model choose 2 of 4 experts. If the model limits the choice to groups of
+    experts, let them choose from one of two groups."""
     for name, value in fields.to_dict().items():
         if re.search(r"experts_per_tok|^(moe_)?top_?k(_experts)?$|moe_k$", name) and value:
             setattr(fields, name, min(value, 2))

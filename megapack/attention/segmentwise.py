@@ -3,8 +3,8 @@
 ``EAGER`` computes the formula on any device, in any dtype, with every rule. It processes queries in
 blocks, so memory grows linearly with the segment, and skips keys that the mask hides from a whole
 block. ``SDPA`` is the default on the CPU. It calls the kernels of ``scaled_dot_product_attention``
-directly, because they return the log-sum-exp that the backward needs; the public function does not
-return it, and autograd is off inside a custom operator.
+directly, because they return the log-sum-exp that the backward pass needs; the public function does
+not return it, and autograd is off inside a custom operator.
 
 Both copy ``cu_seqlens`` to the CPU. The copy waits for a GPU, so GPUs prefer the faster backends.
 """

@@ -208,7 +208,7 @@ def apply_fim(
         views: all segments of the sample without those of excluded documents.
         data: dataset of the sample, with fim and attention inside documents.
         sample: sample id in ``data``.
-        step_view: of this one sample, without an attention window.
+        step_view: view of this one sample, without an attention window.
     """
     batch = data.micro_batch([sample], view=step_view)
     draws = {draw.segment: str(draw) for draw in data.fim_draws([sample], step_view)}

@@ -141,7 +141,7 @@ def measure_plans(
         lengths: tokens per document; empty documents are left out.
         num_ranks: ranks of a step.
         tokens_per_rank, micro_batch_tokens: tokens of one rank, per step and per micro batch.
-        linear_cost_tokens: of the model (``Model.linear_cost_tokens``).
+        linear_cost_tokens: that of the model (``Model.linear_cost_tokens``).
         num_steps: at most; fewer if all steps would hold more than a million documents.
 
     Raises:

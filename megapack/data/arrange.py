@@ -7,9 +7,8 @@ The samples of every bucket are put in one random order, which the n shards spli
 gets the s-th part of every bucket. In a shard every segment is a document, so a run that draws the
 samples in this order reads every bucket sequentially. If a segment ends inside its document, the
 next token is stored, too: it is the label of the segment's last token. Columns are copied with
-their tokens, so a sample is the same as in the source. The numbers of
-documents and samples change, and a segment loses its position in the document (positions: document
-is refused).
+their tokens, so a sample is the same as in the source. But the numbers of documents and samples
+change, and a segment loses its position in the document, so ``positions: document`` is refused.
 
 A shard is a function of source, seed and number of shards, and is either complete or absent. So a
 build can resume on any number of processes and machines.
@@ -125,7 +124,7 @@ class SourceReader:
         if array is not None:
             mapped = array.mapped if isinstance(array, RemoteRows) else array
             return np.take(mapped, positions, axis=0)
-        # Rows that have the same effect in batches as none.
+        # Without the column: rows that have the same effect in batches.
         spec = self._columns[name]
         if name == LABELS:
             return spec.rows(self._rows(shard, "", positions))
@@ -144,14 +143,14 @@ class SourceReader:
 
 
 def _positions(begins: Ids, lengths: Ids) -> Ids:
-    """Return the positions in ranges, concatenated."""
+    """Return all positions of the ranges, concatenated."""
     before = np.cumsum(lengths) - lengths
     return np.repeat(begins - before, lengths) + np.arange(lengths.sum())
 
 
-BLOCK_TOKENS = 1 << 20  # of one bucket: 2 to 4 MB
+BLOCK_TOKENS = 1 << 20  # tokens of one bucket per block: 2 to 4 MB
 WINDOW_BLOCKS = 16
-_CHUNK_BYTES = 1 << 25  # of the widest array
+_CHUNK_BYTES = 1 << 25  # bytes of a chunk in the widest array
 # Facts of meta files that are wrong for the new documents, or describe the creation of the files.
 _NOT_KEPT = {"document_begin_token", "document_end_token", "plan", "command", "imported_from"}
 _ORDER = 6  # see megapack.data.steps.fold_key
@@ -163,9 +162,9 @@ class Arranger:
 
     Attributes:
         source: shard manifest of the source.
-        manifest: of the result; the folder of its shards has the same name.
+        manifest: shard manifest of the result; the folder of its shards has the same name.
         arranged: description of the order.
-        num_shards: of the result.
+        num_shards: number of shards of the result.
         overwrite: replace shards that were made differently.
     """
 
@@ -307,7 +306,7 @@ def plan_arrangement(
     Args:
         source: a shard manifest.
         output: the shard manifest of the result.
-        seed: of the order.
+        seed: random seed of the order.
         shard_bytes: approximate size of a shard's tokens and columns.
         overwrite: replace an existing source that was made differently.
 

@@ -83,7 +83,7 @@ class PackedDataset(Dataset[Batch]):
         attention: segments of cu_seqlens. ``document``: those of the documents; ``sample``: the
             whole sample (the classic concatenation); ``group``: adjacent documents of a group are
             one segment, in which positions continue and the last token of a document predicts the
-            first of the next one (sources without groups: as ``document``).
+            first of the next one (sources without groups: like ``document``).
         label_boundary: ``document``: the last token of a document (with attention ``group``: of the
             group's documents in the sample) has no label; ``sample``: its label is the first token
             of the next segment, as in the classic concatenation.
@@ -390,7 +390,7 @@ class PackedDataset(Dataset[Batch]):
         self._gatherer.disable_readahead()
 
     def count_labels(self, sample_ids: ArrayLike, view: StepView = PLAIN) -> Ids:
-        """Return the number of tokens with a label of every sample, int64; see ``micro_batch``."""
+        """Return how many tokens of every sample have a label, int64; see ``micro_batch``."""
         return self.samples.count_labels(np.ascontiguousarray(sample_ids, np.int64), view)
 
     def _count_labels(self, ids: Ids, view: StepView) -> LabelTotals:

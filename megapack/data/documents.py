@@ -7,7 +7,7 @@
 - ``RemoteReads``: prefetches the parts of object stores that a gather reads, and checks them.
 
     source = open_source("docs", SampleIndex.load("docs.samples"))
-    source.open(0).tokens                            # of the only shard
+    source.open(0).tokens                            # tokens of the only shard
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class SourceDocuments(abc.ABC):
         """
 
     def open_columns(self, shard: IndexedDataset, names: Iterable[str]) -> dict[str, Column]:
-        """Return those columns of an open shard that exist, are named and not ignored.
+        """Return the columns of an open shard that are in ``names`` and are not ignored.
 
         Raises the errors of ``IndexedDataset.columns``.
         """
@@ -268,8 +268,8 @@ class ShardedDocuments(SourceDocuments):
                     f"{now}, but was {then}; restore it, or pack the shards again"
                 )
         columns = packed_columns(dataset)
-        # A column that was added later is unknown to the manifest; labels and weights that nobody
-        # uses would be a surprise.
+        # A column that was added later is unknown to the manifest; labels and weights that are
+        # silently unused would be a surprise.
         for name in sorted({*shard.columns, *INTERPRETED} - set(self.ignored)):
             if columns.get(name) != shard.columns.get(name):
                 raise IndexMismatchError(
@@ -287,7 +287,7 @@ def open_sources(
     *,
     positions: str,
 ) -> tuple[list[SourceDocuments], list[SourceIndex]]:
-    """Open documents and samples of one source or several.
+    """Open documents and samples of one or several sources.
 
     Arguments and errors are those of ``PackedDataset``.
     """
@@ -318,7 +318,7 @@ Used: TypeAlias = Literal["auto"] | None
 
 
 def _each_used(option: str, use: Used | Sequence[Used], count: int) -> list[Used]:
-    """Return one value per source. Raises ConfigError if there are others."""
+    """Return one value per source. Raises ConfigError if the number or a value is wrong."""
     values: list[Any] = list(use) if isinstance(use, (list, tuple)) else [use] * count
     if len(values) != count or not {*map(str, values)} <= {"auto", "None"}:
         raise ConfigError(
@@ -340,11 +340,11 @@ def carried_columns(
     Args:
         columns: names; or name -> what to do with a source without the column: ``require`` refuses
             it, ``fill`` gives its tokens the fill value. A name in a list is required.
-        sources: of the run.
+        sources: sources of the run.
 
     Raises:
-        ConfigError: a required column is missing, no source has it, or sources disagree on its
-            type.
+        ConfigError: a required column is missing, no source has a column, or sources disagree on
+            its type.
     """
     if not columns:
         return {}
@@ -385,7 +385,7 @@ def carried_columns(
 
 
 def end_tokens(datasets: Iterable[SourceDocuments]) -> dict[int | None, str]:
-    """Return the tokens that end documents according to the meta files, each with a dataset.
+    """Return the tokens that end documents in meta files, each with a dataset that names it.
 
     The key None stands for datasets without this information.
     """
@@ -465,7 +465,7 @@ class RemoteReads:
         self, gatherer: _core.Gatherer, open_for: Callable[[Ids], None], *, expected: bool
     ) -> None:
         self._gatherer, self._open_for, self._expected = gatherer, open_for, expected
-        self._rows: dict[int, list[RemoteRows]] = {}  # by shard
+        self._rows: dict[int, list[RemoteRows]] = {}  # shard -> its arrays
 
     def add(self, shard: int, *arrays: Any) -> None:
         """Register the arrays of a shard that was opened: tokens and rows of columns."""
@@ -502,7 +502,7 @@ class RemoteReads:
         return num_bytes
 
     def are_local(self, sample_ids: Ids) -> bool:
-        """Return whether a gather of samples would not have to wait."""
+        """Return whether samples can be gathered without waiting."""
         return all(rows.are_here(blocks) for rows, blocks in self._blocks(sample_ids))
 
     def read(self, sample_ids: Ids, gather: Callable[[], T]) -> T:

@@ -260,7 +260,7 @@ def build_loader(
         device: copy the tensors there, one batch ahead on a separate CUDA stream.
         check_ranks_every: steps between comparisons of the ranks (``RankChecker``); 0: never. Needs
             torch.distributed.
-        sampler_options: of ``BucketBatchSampler``: data_parallel_rank, data_parallel_size,
+        sampler_options: options of ``BucketBatchSampler``: data_parallel_rank, data_parallel_size,
             start_step, num_steps, dealing, pad_last, sequence_parallel_size, weighted_loss.
 
     Returns:
@@ -426,7 +426,7 @@ class RankChecker:
     steps the ranks exchange a few integers that describe their next step.
 
     Args:
-        sampler: of this rank.
+        sampler: sampler of this rank.
         every: steps between comparisons; the first step is always compared.
         group: process group; None: the default one.
     """

@@ -10,8 +10,8 @@ which the first continues with tokens 9 and 10 in another sample:
     depth 1         7  8  9  - | -  -      token 10 is known, but depth 1 at position 8 would need
     depth 2         8  9  -  - | -  -      the embedding of token 9, which is not in the batch
 
-A target is missing (-100, weight 0) where its label is: beyond the end of a document, in padding,
-and where column ``labels`` has none. Its loss weight is that of its label.
+A target is missing (-100, weight 0) where its label is missing: beyond the end of a document, in
+padding, and where column ``labels`` has none. A target has the loss weight of its label.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def check_targets(num_targets: int, options: Mapping[str, Any]) -> None:
 
 
 def mtp_targets(batch: Batch, num_targets: int, *, attention: str) -> Batch:
-    """Return ``mtp_labels`` int64 and ``mtp_loss_mask`` float32, (rows, R, num_targets), of depths
-    1, 2, ...
+    """Return ``mtp_labels`` int64 and ``mtp_loss_mask`` float32, (rows, R, num_targets), for
+    depths 1, 2, ...
 
     Args:
         batch: whole rows or a whole stream, gathered with options that ``check_targets`` accepts.
-        attention: ``document``; or ``sample``, whose documents begin at position id 0.
+        attention: ``document``; or ``sample``, in which documents begin at position id 0.
     """
     labels, loss_mask = batch["labels"], batch["loss_mask"]
     if attention == "sample":
@@ -69,7 +69,7 @@ def mtp_targets(batch: Batch, num_targets: int, *, attention: str) -> Batch:
 
 
 def _segments(batch: Batch) -> Tensor:
-    """Return the number of every token's segment, (rows, R); ascending within a row."""
+    """Return the segment number of every token, (rows, R); it ascends within a row."""
     # Aligned segments begin at their padded boundaries.
     name = "cu_seqlens_padded" if "cu_seqlens_padded" in batch else "cu_seqlens"
     cu_seqlens: Tensor = batch[name]

@@ -57,8 +57,8 @@ class Dialect:
         padded_ends: keys of cu_seqlens with alignment padding, if segments are aligned.
         ends_dtype: dtype of ends and padded_ends.
         longest: keys of max_seqlen, an int or int32 (rows,), in the form of the batch.
-        lengths: two keys: of the document lengths, int32 (rows, most documents of a row), filled
-            with 0, and of the longest of each row, a list of ints.
+        lengths: two keys: one of the document lengths, int32 (rows, most documents of a row),
+            padded with 0; one of the longest length in each row, a list of ints.
         flat: all rows are joined: (rows * R,) instead of (rows, R).
         columns: the host's batch can contain columns of the data, under their names.
     """

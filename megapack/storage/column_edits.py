@@ -69,10 +69,12 @@ def spec_of(
     fill: float | None = None,
     of: Literal["token", "target"] | None = None,
 ) -> ColumnSpec:
-    """Return the type of a column with one row per token, (num_tokens, *shape). ``dtype`` is that
-    of the array by default, for labels and weights the usual one if they cannot have it; arrays of
-    ml_dtypes.bfloat16 in .npy files need ``bfloat16``. ``fill`` and ``of`` as in ``column_spec``.
-    Raises ConfigError if no column can have the dtype or the shape."""
+    """Return the type of a column with one row per token, (num_tokens, *shape).
+
+    ``dtype`` is by default that of the array; labels and weights that cannot have it get their
+    usual dtype. Arrays of ml_dtypes.bfloat16 in .npy files need ``bfloat16``. ``fill`` and ``of``
+    are those of ``column_spec``. Raises ConfigError if no column can have the dtype or the shape.
+    """
     if dtype is None and name in INTERPRETED and not (name == LABELS and values.dtype.kind == "i"):
         dtype = INTERPRETED[name].dtype
     if dtype is None and values.dtype.name not in DTYPES:
@@ -86,12 +88,12 @@ def spec_of(
 def values_of_dataset(
     name: str, source: str | os.PathLike[str], prefix: str | os.PathLike[str]
 ) -> NDArray[Any]:
-    """Return the tokens of a local dataset as values of a column of the one at ``prefix``.
+    """Return the tokens of a local dataset as values of a column of the dataset at ``prefix``.
 
-    GPT-NeoX and earlier versions have labels as such a dataset, earlier versions also loss weights:
-    the bits of float16, with ``loss_weights`` in the meta file. Raises IndexMismatchError if their
-    documents have different lengths, FormatError if a dataset is damaged or weights are not marked
-    as such, and ConfigError if ``source`` is an address.
+    GPT-NeoX and earlier versions of megapack store labels as such a dataset. Earlier versions also
+    store loss weights as one: the bits of float16, with ``loss_weights`` in the meta file. Raises
+    IndexMismatchError if the documents of the two have different lengths, FormatError if a dataset
+    is damaged or weights are not marked as such, and ConfigError if ``source`` is an address.
     """
     dataset = IndexedDataset(_local_prefix(source))
     if not np.array_equal(dataset.document_lengths, read_document_lengths(prefix)):
@@ -116,7 +118,7 @@ def write_rows(writer: ColumnWriter, values: Any, lengths: Iterable[int] | int) 
         writer: the column to write.
         values: an array, a tensor or a memory map of one row per token, (num_tokens, *shape); or an
             iterable of the rows of each document.
-        lengths: tokens per document; only an array may come with the number of tokens instead.
+        lengths: tokens per document; for an array, the number of all tokens is enough.
 
     Raises:
         DataError: the rows do not fit the tokens or the column's type.
@@ -242,7 +244,7 @@ def _local_prefix(prefix: str | os.PathLike[str]) -> str:
 
 
 def _with_columns(meta: Mapping[str, Any], columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a meta file with other columns, its keys in the order of ``DatasetContent.meta``."""
+    """Return a meta file with these columns, its keys in the order of ``DatasetContent.meta``."""
     changed = {}
     for key, value in meta.items():
         if key != COLUMNS:
@@ -298,7 +300,7 @@ def _matches(file: Any, stretches: list[Checksum]) -> bool:
 
 
 def find_column(columns: Mapping[str, T], name: str, prefix: str) -> T:
-    """Return a column by name. Raises ConfigError, which lists the columns, for other names."""
+    """Return a column by name. Raises ConfigError, which lists the columns, if it is missing."""
     if name not in columns:
         names = ", ".join(columns) or "no columns"
         raise ConfigError(f"{prefix} has no column {name!r}; it has {names}")

@@ -50,10 +50,10 @@ from megapack.storage.metadata import (
     stretches_of,
 )
 
-Range: TypeAlias = "tuple[int, int] | None"  # smallest and largest number; None without any
+Range: TypeAlias = "tuple[int, int] | None"  # smallest and largest number; None: no numbers
 
 MAX_ROW_BYTES = 1 << 16
-STRETCH_BYTES = 1 << 24  # bytes of a column under one checksum
+STRETCH_BYTES = 1 << 24  # bytes of a column that one checksum covers
 _BUFFER_BYTES = 1 << 19
 # numpy has no bfloat16: its bits are stored and returned as uint16, and a batch has torch.bfloat16.
 _NUMPY = {"bfloat16": "uint16"}
@@ -62,7 +62,7 @@ DTYPES = (
     *("float16", "bfloat16", "float32"),
 )
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
-# Names of a batch, and companion files of a dataset; columns of ``INTERPRETED`` may have them.
+# Names in batches and of a dataset's other files; only columns of ``INTERPRETED`` may have them.
 RESERVED = {
     *("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens", "cu_seqlens_padded"),
     *("max_seqlen", "dataset_ids", "weights", "groups", "sample_ids", "source", "capacity"),
@@ -111,7 +111,7 @@ class ColumnSpec:
                 f"token; sizes are positive and a row has at most {MAX_ROW_BYTES} bytes"
             )
         try:
-            is_number = type(self.fill) in (int, float)  # what JSON stores and returns
+            is_number = type(self.fill) in (int, float)  # types that JSON preserves
             exact = is_number and math.isfinite(self.fill) and _convert(self.fill, self).size == 1
         except (DataError, OverflowError):
             exact = False
@@ -137,7 +137,7 @@ class ColumnSpec:
 
     @property
     def fill_row(self) -> NDArray[np.uint8]:
-        """(row_bytes,) a row of fill values, as bytes."""
+        """A row of fill values as bytes, (row_bytes,)."""
         return np.full(math.prod(self.shape), _convert(self.fill, self)).view(np.uint8)
 
     def rows(self, values: Any) -> NDArray[Any]:
@@ -151,7 +151,7 @@ class ColumnSpec:
         """
         array = _convert(values, self)
         if array.size == 0 and array.ndim == 1:
-            array = array.reshape(0, *self.shape)  # [] has no shape of a row
+            array = array.reshape(0, *self.shape)  # an empty list has no row shape
         if array.ndim != 1 + len(self.shape) or array.shape[1:] != self.shape:
             raise DataError(
                 f"rows have shape {list(array.shape)}; the column has one row of shape "
@@ -167,7 +167,7 @@ class ColumnSpec:
 
     @property
     def has_range(self) -> bool:
-        """True if meta files record the smallest and largest number: those of integers."""
+        """True for integers: meta files record their smallest and largest number."""
         return self.numpy_dtype.kind in "iu" and self.dtype != "bfloat16"
 
     def entry(self, checksums: list[Checksum], limits: Range) -> dict[str, Any]:
@@ -194,7 +194,7 @@ def _convert(values: Any, spec: ColumnSpec) -> NDArray[Any]:
         array = np.asarray(values)
     except ValueError as error:
         raise DataError(f"column values have rows of different shapes: {error}") from error
-    except TypeError as error:  # as of a list of bfloat16 tensors
+    except TypeError as error:  # for example, for a list of bfloat16 tensors
         raise DataError(f"column values are no array: {error}; stack them") from error
     stored = spec.numpy_dtype
     if array.dtype.newbyteorder("<") == stored:
@@ -223,8 +223,8 @@ def _convert(values: Any, spec: ColumnSpec) -> NDArray[Any]:
 
 
 def _exact(values: Any, array: NDArray[Any], spec: ColumnSpec) -> NDArray[Any]:
-    """Return the array of a list that numpy made floats (as of [0, 2**63]) or objects of: Python's
-    integers for a column of integers, else float64."""
+    """Convert a list from which numpy made floats (as from [0, 2**63]) or objects: to Python's
+    integers for a column of integers, else to float64."""
     exact = np.asarray(values, object)
     if "int" in spec.dtype and all(isinstance(n, int | np.integer) for n in exact.flat):
         return exact
@@ -263,7 +263,7 @@ def _check_each(fits: NDArray[np.bool_], array: NDArray[Any], spec: ColumnSpec) 
 # ---- Labels and loss weights ---------------------------------------------------------------------
 
 LABELS, WEIGHTS = "labels", "weights"
-# Their types. Labels are not shifted; a negative label means no loss. Any signed integer dtype.
+# Types of both. Labels are not shifted; a negative label means no loss. Any signed integer dtype.
 INTERPRETED = {
     LABELS: ColumnSpec(dtype="int32", of="target", fill=-100),
     WEIGHTS: ColumnSpec(dtype="float16", of="target"),
@@ -302,7 +302,7 @@ def column_spec(
 
 
 def rows_of(name: str, spec: ColumnSpec, values: Any) -> NDArray[Any]:
-    """Return ``spec.rows(values)`` for a column of this name. Raises DataError also for a loss
+    """Return ``spec.rows(values)`` for a column of this name. Also raises DataError for a loss
     weight that is negative, not finite, or so small that it would be stored as 0 (below 3e-8)."""
     rows = spec.rows(values)
     if name != WEIGHTS:
@@ -323,8 +323,8 @@ def rows_of(name: str, spec: ColumnSpec, values: Any) -> NDArray[Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnEntry:
-    """Entry of the meta file: a column, its size and the checksums of its stretches. ``range`` is
-    that of integers, None for floats and without tokens."""
+    """Entry of the meta file: a column, its size and the checksums of its stretches. ``range``
+    is the range of integers; None for floats, or without tokens."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -341,7 +341,7 @@ class ColumnEntry:
 
     @property
     def limits(self) -> Range:
-        """Smallest and largest number of a column of integers; None without any."""
+        """Smallest and largest number of a column of integers; None: no numbers."""
         return None if self.range is None else (int(self.range[0]), int(self.range[1]))
 
     @property
@@ -439,7 +439,7 @@ class Column:
 
     @cached_property
     def content_digest(self) -> list[str | None]:
-        """Two digests of the values, as ``IndexedDataset.content_digest``: the
+        """Two digests of the values, like ``IndexedDataset.content_digest``: the
         ``sampled_checksum`` of the file (None if it is remote), and a checksum of the entry of the
         meta file. Reads at most 1 MiB."""
         if not isinstance(self.rows, np.ndarray):
@@ -478,7 +478,7 @@ class _Stretches:
 
     def __init__(self) -> None:
         self.checksums: list[Checksum] = []
-        self._hasher, self._num_bytes = xxhash.xxh3_128(), 0  # of the last, unfinished stretch
+        self._hasher, self._num_bytes = xxhash.xxh3_128(), 0  # of the unfinished stretch
 
     def update(self, data: memoryview) -> None:
         """Add bytes."""
@@ -491,13 +491,13 @@ class _Stretches:
             data = data[len(part) :]
 
     def end(self) -> None:
-        """End the present stretch, unless it is empty."""
+        """End the current stretch, unless it is empty."""
         if self._num_bytes:
             self.checksums.append(Checksum(self._num_bytes, self._hasher.hexdigest()))
             self._hasher, self._num_bytes = xxhash.xxh3_128(), 0
 
     def mark(self) -> tuple[int, xxhash.xxh3_128, int]:
-        """Return the present state, for ``reset``."""
+        """Return the current state, for ``reset``."""
         return len(self.checksums), self._hasher.copy(), self._num_bytes
 
     def reset(self, mark: tuple[int, xxhash.xxh3_128, int]) -> None:
@@ -571,7 +571,7 @@ class ColumnWriter:
             raise
 
     def append_file(self, file: io.FileIO, entry: ColumnEntry) -> None:
-        """Copy a whole .col file of the same type with its recorded facts; not read here."""
+        """Append a whole .col file of the same type, with its recorded facts; not read here."""
         self._flush()
         self.target.copy_from(file, entry.bytes)
         self._stretches.end()
@@ -580,7 +580,7 @@ class ColumnWriter:
         self.num_rows += entry.bytes // self.spec.row_bytes
 
     def mark(self) -> tuple[int, Range, Any]:
-        """Return the present state, for ``reset``."""
+        """Return the current state, for ``reset``."""
         return self.num_rows, self._range, self._stretches.mark()
 
     def reset(self, mark: tuple[int, Range, Any]) -> None:

@@ -93,7 +93,7 @@ def teach(args: argparse.Namespace) -> int:
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Check what needs neither the data nor the model. Raises ConfigError."""
+    """Check the options that need neither the data nor the model. Raises ConfigError."""
     names = ("top_k", "context", "forward_tokens", "part_tokens")
     check_positive("command line", **{f"--{n.replace('_', '-')}": getattr(args, n) for n in names})
     check_range("command line", at_least=0, below=args.context, **{"--overlap": args.overlap})
@@ -126,7 +126,7 @@ def check_model(
     config: ModelConfig, datasets: Sequence[IndexedDataset], args: argparse.Namespace
 ) -> Any:
     """Return the transformers configuration of the teacher. Raises ConfigError if it lacks token
-    ids of the data, positions for a window, or k ids."""
+    ids of the data or positions for a window, or if there are fewer than k token ids."""
     sizes = [dataset.vocab_size for dataset in datasets if dataset.vocab_size is not None]
     architecture = model_configuration(config, max(sizes, default=1))
     for dataset in datasets:
@@ -151,19 +151,19 @@ def check_model(
     return architecture
 
 
-# ---- Windows, forwards and parts: functions of the lengths alone ---------------------------------
+# ---- Windows, forward passes and parts: functions of the lengths alone ---------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class WindowPlan:
-    """Windows in the order of the tokens, cut into forwards, cut into parts.
+    """Windows in the order of the tokens, grouped into forward passes, and these into parts.
 
     Attributes:
-        begins, ends: (windows,) the window reads tokens ``begin`` to ``end - 1``.
-        first_targets: (windows,) it predicts tokens ``first_target`` to ``end``.
-        forwards: (forwards + 1,) windows of forward f are ``forwards[f]`` to ``forwards[f + 1]``.
-        parts: (parts + 1,) forwards of part p, in the same way.
-        rows: (parts + 1,) rows of the columns that part p writes.
+        begins, ends: (windows,) a window reads tokens ``begin`` to ``end - 1``.
+        first_targets: (windows,) a window predicts tokens ``first_target`` to ``end``.
+        forwards: (forwards + 1,) forward pass f begins at window ``forwards[f]``.
+        parts: (parts + 1,) part p begins at forward pass ``parts[p]``.
+        rows: (parts + 1,) part p writes the rows of the columns from ``rows[p]`` on.
     """
 
     begins: Ids
@@ -177,7 +177,7 @@ class WindowPlan:
     def of(
         lengths: NDArray[Any], *, context: int, overlap: int, forward_tokens: int, part_tokens: int
     ) -> WindowPlan:
-        """Cut documents of these lengths, tokens, into windows; forwards are filled in order."""
+        """Cut documents of these lengths (in tokens) into windows; fill forward passes in order."""
         offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
         documents = np.flatnonzero(lengths > 1)
         # The last token of a document is predicted and predicts nothing.
@@ -248,7 +248,7 @@ class Job:
         )
 
     def identity(self, arithmetic: Sequence[Any]) -> dict[str, Any]:
-        """Return everything that determines the columns; JSON. Reads at most 1 MiB per file."""
+        """Return all that determines the columns, as JSON values. Reads at most 1 MiB per file."""
         weights: dict[str, str] = {}
         model = Path(self.args.model)
         for path in sorted({p for pattern in _WEIGHTS for p in model.glob(pattern)}):
@@ -314,7 +314,7 @@ class Job:
             )
 
     def show(self, at_start: Sequence[int], missing: Sequence[int], seconds: float) -> None:
-        """Print how far all ranks are."""
+        """Print the progress of all ranks."""
         total, left = self.dataset.num_tokens, self.tokens_in(missing)
         speed = (self.tokens_in(at_start) - left) / seconds
         remaining = timedelta(seconds=round(left / speed)) if speed else "unknown time"
@@ -358,7 +358,7 @@ class Job:
         return range(len(self.plan.rows) - 1)
 
     def tokens_in(self, parts: Sequence[int]) -> int:
-        """Return the rows of some parts."""
+        """Return the number of rows in these parts."""
         return int(np.diff(self.plan.rows)[np.asarray(parts, np.int64)].sum())
 
     def missing(self, folder: Path) -> list[int]:
@@ -396,8 +396,8 @@ class Job:
         return ids, logits
 
     def inputs(self, windows: range) -> tuple[tuple[NDArray[Any], ...], Ids, Ids]:
-        """Return the inputs of a forward: tokens, position ids ``[1, T]`` and cu_seqlens; and the
-        positions whose outputs are rows, with the numbers of these rows."""
+        """Return the inputs of a forward pass (tokens, position ids ``[1, T]`` and cu_seqlens), the
+        positions whose outputs become rows, and the numbers of these rows."""
         plan, num_tokens = self.plan, self.args.forward_tokens
         tokens = np.zeros((1, num_tokens), np.int64)
         lengths, positions, rows, at = [], [], [], 0
@@ -412,7 +412,7 @@ class Job:
             rows.append(np.arange(first, end + 1))
             at += end - begin
         padding = num_tokens - at
-        if padding:  # in segments of at most a window: the model may have no more positions
+        if padding:  # in segments no longer than a window: the model may have no more positions
             whole, rest = divmod(padding, self.args.context)
             lengths += [self.args.context] * whole + [rest] * bool(rest)
         cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
@@ -444,7 +444,7 @@ class Job:
 
 
 def by_document(parts: Iterable[NDArray[Any]], lengths: Iterable[int]) -> Iterator[NDArray[Any]]:
-    """Cut rows that come in parts into the rows of every document."""
+    """Yield the rows of each document from rows that come in parts."""
     parts = iter(parts)
     rows, begin = next(parts), 0
     for length in lengths:

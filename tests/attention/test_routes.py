@@ -112,7 +112,7 @@ def blocks(model: Any) -> list[Any]:
 
 
 def given(block: Any, routes: Tensor, weights_of: Weights, hidden: Tensor) -> Any:
-    """The block's output, token by token and expert by expert, from its parameters alone."""
+    """Compute the block's output from its parameters, token by token and expert by expert."""
     router, experts = getattr(block, "gate", None) or block.router, block.experts
     flat = hidden.flatten(0, -2)
     logits = flat @ router.weight.T + getattr(router, "bias", 0)

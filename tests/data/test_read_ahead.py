@@ -43,7 +43,7 @@ def resident(tokens: NDArray[Any]) -> NDArray[np.bool_]:
 
 @pytest.fixture
 def cold(tmp_path: Path) -> PackedDataset:
-    """Return documents of 12,000 bytes each, 24 MB, none of them in memory."""
+    """Return documents of 12,000 bytes each, 24 MB in total, none of them in the page cache."""
     with IndexedDatasetBuilder(tmp_path / "docs", dtype=np.dtype("int32")) as builder:
         for document in range(2000):
             builder.add_document(np.full(3000, document % 100))

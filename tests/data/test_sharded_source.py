@@ -62,7 +62,7 @@ SIZES = [40, 1, 90, 0, 33]  # documents per shard; one is empty
 
 
 def merged_index(index: ShardedIndex, dataset: IndexedDataset) -> SampleIndex:
-    """Return the samples of all shards as one index, by the definition, sample by sample."""
+    """Return the samples of all shards as one index, built by the definition, sample by sample."""
     samples: dict[int, list[list[tuple[int, int, int]]]] = {capacity: [] for capacity in BUCKETS}
     first = 0
     for number, shard in enumerate(index.shards):

@@ -97,12 +97,12 @@ def write_model(folder: Path) -> None:
 
 @torch.no_grad()
 def losses_one_by_one(folder: Path, tokens: Any, begins: Any, counts: Any) -> torch.Tensor:
-    """Return the loss of every label in a stream of documents, each forwarded alone.
+    """Return the loss of every label in a stream of documents, with a forward pass for each.
 
     Args:
-        folder: of the model.
-        tokens: ids, one document behind the other, int64 (tokens,).
-        begins: first tokens of documents, rising, the first one 0.
+        folder: folder of the model.
+        tokens: ids of the documents, concatenated, int64 (tokens,).
+        begins: positions of the first tokens of documents, ascending from 0.
         counts: which tokens are targets, bool (tokens,); never the first of a document.
     """
     from transformers import AutoModelForCausalLM  # noqa: PLC0415

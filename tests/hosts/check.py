@@ -55,11 +55,11 @@ def check_run(
     workers: bool = False,
     shifted: bool = False,
 ) -> Findings:
-    """All ranks' records of one run (``load_ranks``).
+    """Check all ranks' records of one run (``load_ranks``).
 
     Args:
         align: 2 x context-parallel size where documents are cut between ranks, not whole rows.
-        workers: of data loaders read ahead, and several in any order.
+        workers: number of data loader workers: they read ahead, several of them in any order.
         shifted: the host makes labels by shifting its rows, so a segment that ends inside its
             document has no last label unless the row ends there, too.
     """
@@ -281,13 +281,13 @@ def evaluated_labels(recorded: list[dict[str, Any]]) -> list[int]:
 def check_evaluation(
     recorded: list[dict[str, Any]], corpus: Corpus, sets: list[range], *, shifted: bool = False
 ) -> tuple[Findings, list[float]]:
-    """Evaluations in which every document of every set counts alike.
+    """Check evaluations in which every document of every set counts equally.
 
     Args:
-        recorded: of every rank; those of the last pipeline stage have losses.
-        sets: numbers of the documents of each, in the order in which they are evaluated; those of
-            which an evaluation has no token are not in it.
-        shifted: see ``check_run``: each token is counted, since some labels are dropped.
+        recorded: records of every rank; those of the last pipeline stage have losses.
+        sets: numbers of the documents of each set, in the order in which they are evaluated,
+            without documents of which an evaluation has no token.
+        shifted: see ``check_run``; then count every token, because some labels are dropped.
 
     Returns:
         Findings, and the mean loss of each set, evaluation after evaluation.

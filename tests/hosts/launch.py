@@ -166,9 +166,9 @@ def run_rank(
     """Record one rank of a run, in a process where ``on_cpu()`` was called.
 
     Args:
-        helpers: the host's compiled helpers; then it runs with its own datasets.
-        options: of the launcher.
-        fault: of faults.py, put into the host before it runs.
+        helpers: the host's compiled helpers; with them, it runs with its own datasets.
+        options: options of the launcher.
+        fault: fault of faults.py, put into the host before it runs.
     """
     torch.set_num_threads(1)
     recorder = watched(fault)

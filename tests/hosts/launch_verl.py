@@ -69,7 +69,7 @@ def put_in(fault: str) -> None:
 
 
 def note_forwards() -> list[dict[str, Any]]:
-    """Have the engine note training forwards: the rows, and the loss by which they count."""
+    """Make the engine record training forward passes: their rows, and the loss of each."""
     noted: list[dict[str, Any]] = []
     engine: Any = importlib.import_module("verl.workers.engine.fsdp.transformer_impl")
     stock = engine.FSDPEngineWithLMHead.forward_step

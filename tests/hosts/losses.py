@@ -22,8 +22,8 @@ def wrong_losses(log: str, ranks: list[dict[str, Any]], first_row: int, row: int
     """Compare the log with the losses that the model gave for every token.
 
     Args:
-        ranks: of the whole run; those of the last pipeline stage have losses.
-        first_row: consumed before the run began.
+        ranks: records of the whole run; those of the last pipeline stage have losses.
+        first_row: number of rows consumed before the run began.
         row: tokens of a row.
     """
     first = [rank for rank in ranks if rank["where"]["tensor"] == 0]

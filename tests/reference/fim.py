@@ -36,7 +36,8 @@ class Fim:
     Attributes:
         end, eod: None: no such token.
         text: bytes of every token, by id; None: documents are cut between tokens only.
-        parts: of a token and the number of bytes left of the cut; missing if it is forbidden.
+        parts: (token, number of bytes left of the cut) -> its parts; missing: it may not be cut
+            there.
     """
 
     prefix: int
@@ -157,7 +158,7 @@ def transformed(
 
     Args:
         longest: tokens of the longest document that has room.
-        epochs, rates: of every sample.
+        epochs, rates: epoch and rate of every sample.
         first_document: number of the first document in the source.
     """
     result = Transformed(list(documents), weights and list(weights), [], [])

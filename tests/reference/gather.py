@@ -202,7 +202,7 @@ def denominator_of(
     """Return the loss denominator of a step, and the unit of its loss masks.
 
     Args:
-        sequences: of the step, each its source's factor and the weights of its labels.
+        sequences: sequences of the step: for each, its source's factor and its labels' weights.
     """
     num_labels = sum(
         (Fraction(f) * Fraction(w) for f, label_weights in sequences for w in label_weights),

@@ -15,8 +15,8 @@ from reference.common import Packing, Segment, places
 
 
 class Grouped(NamedTuple):
-    """Packing in documents; for every segment whether it continues the group of the segment before
-    in its sample; and the numbers of groups, of groups that no bucket holds, and of cut groups."""
+    """Packing in documents; for every segment, whether it continues the group of the segment before
+    it in its sample; and how many groups there are, fit no bucket, and are cut."""
 
     packing: Packing
     joined: list[bool]

@@ -304,7 +304,8 @@ def weights_within_epochs(
     """Return the shares of every source in every stage (first step, tokens per step, weights).
 
     A stage is planned up to the end of the run: the remaining tokens of the run are split by
-    weight; a source that would get more than it has left gets that, and the others share the rest.
+    weight; a source that would get more than it has left gets what it has, and the others share the
+    rest.
     """
     result = []
     remaining = Fraction(run_tokens)

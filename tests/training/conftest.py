@@ -155,8 +155,8 @@ class Run:
         launcher: bool = True,
         **more: Any,
     ) -> Ranks:
-        """Start ranks, some with faults of sabotage.py; without ``launcher`` one plain process.
-        ``more``: as in ``Zygote.start``."""
+        """Start ranks, some with faults of sabotage.py; without ``launcher``, one plain process.
+        ``more``: see ``Zygote.start``."""
         argv = [str(PRETRAIN), "--config", str(self.config), *words]
         for override in overrides:
             argv += ["--set", override]
@@ -228,7 +228,7 @@ def new_run(zygote: Zygote, corpus: Corpus, tmp_path: Path) -> NewRun:
 
 @pytest.fixture(scope="module")
 def module_run(zygote: Zygote, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> NewRun:
-    """As ``new_run``, for runs that the tests of a module share."""
+    """Return a function like ``new_run``, for runs that the tests of a module share."""
     return _runs_in(tmp_path_factory.mktemp("module"), zygote, corpus)
 
 

@@ -91,9 +91,9 @@ def losses_one_by_one(
     z_loss: float = 0.0,
     weights: Sequence[NDArray[np.float32]] | None = None,
 ) -> list[tuple[int, Tensor, float]]:
-    """Return (source, summed loss, labels) of every segment of a step, each alone.
+    """Return (source, summed loss, labels) of every segment of a step, each computed alone.
 
-    Uses a model of ``plain`` and none of our attention, loss and batches. Segments are cut at
+    Uses a model of ``plain``, and not megapack's attention, loss or batches. Segments are cut at
     multiples of the window. With ``weights`` (of all tokens, by source) sums are weighted.
     Fill-in-the-middle follows the definition in ``reference``.
     """

@@ -102,7 +102,7 @@ def test_losses_and_labels_equal_those_of_whole_samples(
 
 
 def _check_forwards(whole: Any, shared: Any, size: int, micro: int) -> None:
-    """Return (tokens, ranks of the micro batch) of every rank's forwards."""
+    """Check (tokens, ranks of the micro batch) of every rank's forward passes."""
     assert all(one == shared[0] for one in shared), "a rank skipped a forward"
     assert max(tokens for tokens, _ in whole[0]) == 133
     assert {ranks for _, ranks in whole[0]} == {1}

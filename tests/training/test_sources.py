@@ -53,7 +53,7 @@ def edited(blend: Path) -> Iterator[dict[str, Any]]:
 
 
 def expected_losses(config: PretrainConfig, window: int = 10**9) -> dict[str, tuple[float, int]]:
-    """Return source -> (mean loss, labels) of step 0 by a new model, document by document."""
+    """Return source -> (mean loss, labels) of step 0 with a new model, document by document."""
     inputs, model = plain(config)
     with torch.no_grad():
         found = losses_one_by_one(model, inputs, 0, window)

@@ -73,7 +73,7 @@ class PackedBatches:
         return (loss * label_mask).sum(dtype=dtype) / self.labels
 
     def probe_at_first(self, module: Any) -> None:
-        """Probe the model (without DistributedDataParallel) at its first call: seven forwards."""
+        """Probe the model (without DistributedDataParallel) at its first call: 7 forward passes."""
 
         def hook(module: Any, args: Any, received: dict[str, Any]) -> None:
             del args

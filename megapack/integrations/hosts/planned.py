@@ -163,7 +163,7 @@ def _tokens_and_labels(document: Mapping[str, Any]) -> tuple[Integers, Integers]
 
 def accumulate(accelerator: Any, model: Any, micro_batches: Sequence[Item]) -> Iterator[Item]:
     """Yield the micro batches of a step (the same number on all ranks); ranks reduce gradients only
-    in the last backward. (Accelerate's own ``accumulate`` needs a fixed number.)"""
+    in the last backward pass. (Accelerate's own ``accumulate`` needs a fixed number.)"""
     for number, inputs in enumerate(micro_batches, start=1):
         last = number == len(micro_batches)
         accelerator.gradient_state._set_sync_gradients(last)  # DeepSpeed's engine reads it
@@ -181,8 +181,8 @@ class PlannedSFTMixin:
     reads one item per optimizer step, and this class runs the item's micro batches, so their number
     may differ between steps. Evaluation is unchanged.
 
-    Raises ConfigError if an option would pack documents, count micro batches or weight losses a
-    second time, or if the model does not keep the documents of a row apart (``check_model``).
+    Raises ConfigError if an option would pack documents, count micro batches or weight losses
+    twice, or if the model does not keep the documents of a row apart (``check_model``).
 
     Args:
         documents_per_step, max_tokens_per_rank, loss: see ``PlannedSteps``.
@@ -468,8 +468,9 @@ class PlannedGRPOMixin:
         **images: Any,
     ) -> tuple[Tensor, Tensor | None, None]:
         """Return ``(completions, logits_to_keep)`` log-probabilities and entropies, from rows
-        without padding. With gradients, all completions are one micro batch. Without (reference or
-        old policy), they are split under the cap, into as many forwards on all ranks."""
+        without padding. With gradients, all completions are one micro batch. Without them
+        (reference or old policy), completions are split under the cap; all ranks run the same
+        number of forward passes."""
         del batch_size, compute_aux_loss
         if any(value is not None for value in images.values()):
             raise ConfigError("planned steps do not support images; use GRPOTrainer itself")

@@ -393,7 +393,7 @@ class Cache:
             self.in_use.share(str(entry))
             if entry.exists():
                 return entry
-            self.in_use.give_back(str(entry))  # eviction removed it in between
+            self.in_use.give_back(str(entry))  # eviction removed it meanwhile
 
     def give_back(self, entry: Path) -> None:
         """Remove an entry unless another process or thread uses it."""

@@ -68,8 +68,8 @@ class RemoteRows:
     Args:
         remote_object: the object; it may be longer than the rows.
         chunks: cached blocks of the object.
-        checksums: of its blocks; None: what is received is not compared.
-        dtype, shape: of all rows, ``(num_rows, ...)``.
+        checksums: checksums of its blocks; None: received bytes are not checked.
+        dtype, shape: dtype and shape of all rows, ``(num_rows, ...)``.
 
     Raises:
         MegapackError: the system has no address space for the object.
@@ -197,7 +197,7 @@ class RemoteRows:
 
     def _deliver(self, first: int, data: memoryview) -> None:
         """Copy received blocks to memory where they are pinned: they may be evicted before their
-        reader looks for them, above all if it needs more bytes than the cache holds."""
+        reader looks for them, especially if it needs more bytes than the cache holds."""
         with self._pin_lock:
             blocks = np.arange(first, first + -(-len(data) // BLOCK_BYTES))
             wanted = blocks[(self._pins[blocks] > 0) & ~self._is_copied[blocks]]
@@ -332,7 +332,7 @@ class RemotePair:
             return []
         urls = [f"{self.prefix}.{name}.col" for name in entries]
         objects = find_objects(urls)
-        # An upload removes the .idx first: if it is still the same, so were the columns.
+        # An upload removes the .idx first: if it is still the same, the columns were, too.
         index = find_object(self.index_object.url)
         if index is None or index.version != self.index_object.version:
             raise FormatError(f"{self.prefix} was replaced after it was opened; open it again")

@@ -4,8 +4,8 @@
 - ``TokenValues``: read the rows of a document; ``LossWeights``: the same for ``--weights-key``
 - ``infer_type``: dtype and shape of a value
 
-A document's value is JSON, one of three: a list of one row per token, spans of the text, or the
-path of a .npy. Tokens at characters 0-2, 2-5, 5-6 and 6-8 of "ab cd ef"::
+A document's value is JSON in one of three forms: a list of one row per token, spans of the text, or
+the path of a .npy. Tokens at characters 0-2, 2-5, 5-6 and 6-8 of "ab cd ef"::
 
     values = TokenValues("column rewards", ColumnSpec(dtype="float32", fill=0))
     values.read("[1, 2, 3, 4]", 4, text, spans)      # -> [1, 2, 3, 4]
@@ -47,8 +47,8 @@ _FORM = "NAME=KEY, NAME=KEY:float32 or NAME=KEY:float16[8],target,fill=-1"
 
 @dataclass(frozen=True)
 class ColumnOption:
-    """Column to read from a corpus: its name, the key of its values, and what is known of its type;
-    dtype and shape None: those of the first document."""
+    """Column to read from a corpus: its name, the key of its values, and its type as far as it is
+    known; dtype or shape None: that of the first document."""
 
     name: str
     key: str
@@ -155,11 +155,11 @@ class TokenValues:
             num_tokens: tokens of the document, without the frame.
             text: the document.
             spans: returns the characters of each token (``Encoder.spans``).
-            folder: a relative path of a .npy begins here.
+            folder: folder to which the path of a .npy is relative.
 
         Raises:
-            DataError: ``value`` has another form, another number of rows, or a row that does not
-                fit the type.
+            DataError: ``value`` has a different form, the wrong number of rows, or a row that does
+                not fit the type.
         """
         content = read_value(value, folder)
         filled = np.tile(self.spec.fill_row, (num_tokens, 1)).view(self.spec.numpy_dtype)
@@ -190,13 +190,13 @@ class TokenValues:
         return self.spec.rows(values)
 
     def framed(self, rows: NDArray[Any], before: int, after: int) -> NDArray[Any]:
-        """Return rows with those of ``before`` and ``after`` inserted tokens around them."""
+        """Return rows with those of inserted tokens: ``before`` in front, ``after`` at the end."""
         fill = self.spec.fill_row.view(self.spec.numpy_dtype).reshape(1, *self.spec.shape)
         return np.concatenate([np.repeat(fill, before, 0), rows, np.repeat(fill, after, 0)])
 
 
 class LossWeights(TokenValues):
-    """Loss weights: float16, 1 where none is given."""
+    """Loss weights: float16; 1 for a token without a given weight."""
 
     def __init__(self) -> None:
         super().__init__("loss weights", replace(INTERPRETED[WEIGHTS], fill=1))

@@ -1,13 +1,15 @@
 """DeepSpeed's configuration, its check, and how each ZeRO stage reduces gradients.
 
-In DeepSpeed 0.19, whether stages 1 and 2 overlap the reduction of gradients with the backward
+In DeepSpeed 0.19, whether stages 1 and 2 overlap the reduction of gradients with the backward pass
 depends on the precision. In bfloat16, stage 1 (``BF16_Optimizer``) does one all-reduce after the
-last backward of a step, without overlap; stage 2 reduces in every micro step, bucket by bucket,
-during the backward. In float32, stage 1 reduces during the backward of the last micro step.
+last backward pass of a step, without overlap; stage 2 reduces in every micro step, bucket by
+bucket, during the backward pass. In float32, stage 1 reduces during the backward pass of the last
+micro step.
 
-``deepspeed_configuration`` merges ``engine.deepspeed`` over ours (``EngineConfig`` refuses keys
-that other options set). ``check_deepspeed`` lets the installed DeepSpeed read the
-result and refuses keys that it does not read. ``describe_reduction`` explains the stage:
+``deepspeed_configuration`` merges ``engine.deepspeed`` into megapack's configuration
+(``EngineConfig`` refuses keys that other options set). ``check_deepspeed`` lets the installed
+DeepSpeed read the result and refuses keys that it does not read. ``describe_reduction`` explains
+the stage:
 
     ZeRO: stage 2 (auto); 4.62 GiB of gradients (float32) are reduced in each of 4 micro steps,
     during the backward
@@ -101,7 +103,7 @@ class _RecordedReads(dict[str, Any]):
         return super().__iter__()
 
     def check(self, where: str) -> None:
-        """Check that all keys were read. Raises ConfigError that names the nearest known key."""
+        """Check that all keys were read. Raises ConfigError, which names the nearest known key."""
         for key, value in self.items():
             known = self.reads if key in self.reads else self.reads - DECIDED.keys()
             check_known(where, "key", [key], known)

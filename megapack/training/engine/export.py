@@ -79,7 +79,7 @@ def end_token(datasets: Sequence[SourceDocuments]) -> int | None:
 
 def tokenizer_of(config: ModelConfig) -> Any:
     """Return the tokenizer to export: the configured one, else the checkpoint's, else None. Raises
-    ConfigError: the configured one cannot be loaded."""
+    ConfigError if the configured one cannot be loaded."""
     source = config.tokenizer or config.pretrained
     return source and open_tokenizer(source, required=source == config.tokenizer)
 

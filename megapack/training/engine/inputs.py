@@ -55,7 +55,7 @@ class Inputs(OpenRun):
     """Opened data of a run, and its steps.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         decided: decisions of the run; None: read them from its directory.
 
     Attributes:
@@ -441,7 +441,7 @@ def run_record(
     tokenizer: Any = None,
     attention: str | None = None,
 ) -> dict[str, Any]:
-    """Return everything that determines a run, except the order of its samples; JSON.
+    """Return everything that determines a run, except the order of its samples, as JSON values.
 
     Keys of the model and the data are replaced by their values: fields of the transformers
     configuration, the attention backend (None: not known yet, so not compared), digests of the

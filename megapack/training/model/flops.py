@@ -27,7 +27,7 @@ def peak_of(device: torch.device) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFlops:
-    """Operations of forward and backward, per token and per pair of tokens.
+    """Operations of the forward and backward passes, per token and per pair of tokens.
 
     Attributes:
         per_token: operations of all matrix multiplications except attention, 6 per weight.

@@ -19,8 +19,8 @@ T^2 keeps the size of its gradient independent of T (Hinton et al., *Distilling 
 Neural Network*, arXiv 1503.02531, section 2). One bucket for the remainder is the
 ``distillation_add_tail`` of Huebotter et al., *Reinforcement Learning via Self-Distillation*, arXiv
 2601.20802; without it, a student could give all probability to tokens that the teacher excludes.
-The temperature applies to the buckets, because only their probabilities are stored; for k of the
-vocabulary size this is Hinton's definition. ``top_log_probabilities`` computes a teacher's part.
+The temperature applies to the buckets, because only their probabilities are stored; if k is the
+vocabulary size, this is Hinton's definition. ``top_log_probabilities`` computes a teacher's part.
 
     p = (.5, .2), q = (.6, .3), T = 1    # -> .6 ln(.6/.5) + .3 ln(.3/.2) + .1 ln(.1/.3) = .121
 """
@@ -35,8 +35,8 @@ import torch
 from torch import Tensor
 
 IGNORED_LABEL = -100
-NO_TEACHER = 1.0  # as the first log-probability of a row, which is never positive
-_LEAST_REMAINDER = 1e-30  # of the student: its logarithm must be finite
+NO_TEACHER = 1.0  # replaces a row's first log-probability, which is never positive
+_LEAST_REMAINDER = 1e-30  # of the student, so that its logarithm is finite
 
 
 class Teacher(NamedTuple):
@@ -144,7 +144,8 @@ def _loss_and_slope(
     z_loss: float,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """Return cross entropies, trained losses and divergences, ``[chunk]``, and the derivative of
-    the trained losses by the logits, ``[chunk, vocabulary]``, which overwrites ``logits``."""
+    the trained losses with respect to the logits, ``[chunk, vocabulary]``, which overwrites
+    ``logits``."""
     squashed = torch.tanh(logits / softcap) if softcap else None
     scores = logits if squashed is None else squashed * softcap
     real = labels != IGNORED_LABEL
@@ -177,17 +178,18 @@ def _loss_and_slope(
 def _divergence_and_slope(
     log_probabilities: Tensor, teacher: Teacher, weight: Tensor, alpha: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the divergences, ``[chunk]``, and ``weight * probabilities + alpha * slope`` of their
-    derivative by the scores, which overwrites ``log_probabilities [chunk, vocabulary]``.
+    """Return the divergences, ``[chunk]``, and ``weight * probabilities + alpha * slope``, where
+    ``slope`` is their derivative with respect to the scores. The second result overwrites
+    ``log_probabilities [chunk, vocabulary]``.
 
-    With tempered buckets s and t of student and teacher, the derivative by the score of a token of
-    bucket b is ``T * (s_b - t_b)`` times the token's share of the student's bucket, because s and t
-    both sum to 1.
+    With tempered buckets s and t of student and teacher, the derivative with respect to the score
+    of a token of bucket b is ``T * (s_b - t_b)`` times the token's share of the student's bucket,
+    because s and t both sum to 1.
     """
     ids, temperature = teacher.ids.long(), teacher.temperature
     log_student = log_probabilities.gather(1, ids)
     slope = log_probabilities.exp_().scatter_(1, ids, 0.0)
-    # A sum of small numbers: 1 minus the others would cancel if the student is sure.
+    # Sum the small numbers: 1 minus the large ones would cancel if the student is certain.
     remainder = slope.sum(1, keepdim=True).clamp_min(_LEAST_REMAINDER)
     student = torch.cat([log_student, remainder.log()], 1).div(temperature).log_softmax(1)
     log_teacher = teacher.log_probabilities.to(slope.dtype)

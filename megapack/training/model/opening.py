@@ -2,10 +2,10 @@
 
 ``open_model`` chooses the attention, checks the architecture and builds the model
 (``build_model``); with ZeRO-3, no rank ever holds the whole model. ``tile_mlps`` computes the MLPs
-of long rows in chunks of tokens, by DeepSpeed's TiledMLP: the activations between an MLP's two
-projections are its largest; with chunks only those of one chunk exist at once, and the backward
-recomputes them (Bekman et al., *Arctic Long Sequence Training*, 2025). The gradients of a weight
-over the chunks are added in the weight's dtype.
+of long rows in chunks of tokens, with DeepSpeed's TiledMLP: the activations between an MLP's two
+projections are its largest; with chunks, only those of one chunk exist at once, and the backward
+pass recomputes them (Bekman et al., *Arctic Long Sequence Training*, 2025). The gradients of a
+weight over the chunks are added in the weight's dtype.
 
     num_chunks(10, 4)  # -> 3 chunks, of 4, 4 and 2 tokens
 """
@@ -96,7 +96,7 @@ def _in_chunks(
     if chunks == 1:
         return forward(hidden)
     kind = hidden.device.type
-    # The backward recomputes outside of the forward's autocast.
+    # The backward pass recomputes outside the autocast of the forward pass.
     autocast = kind != "meta" and torch.is_autocast_enabled(kind)
     dtype = torch.get_autocast_dtype(kind) if autocast else None
 
@@ -175,7 +175,7 @@ def check_packed_rows(
     configuration: Any, *, backend: str, device: torch.device, dtype: torch.dtype
 ) -> None:
     """Check that packed rows train an architecture correctly (``check_architecture``). Raises
-    ConfigError that names the architecture, the layer and the difference."""
+    ConfigError, which names the architecture, the layer and the difference."""
     register_architectures()
     register(backend)
     check_architecture(
@@ -192,7 +192,7 @@ def check_packed_rows(
 def check_document_positions(configuration: Any, longest: int) -> None:
     """Check that no document depends on longer documents in its row (``check_positions``).
 
-    ``longest``: largest number of positions of a document or of padding. Raises ConfigError that
+    ``longest``: largest number of positions of a document or of padding. Raises ConfigError, which
     names the architecture, the field and its value.
     """
     register_architectures()
@@ -203,8 +203,8 @@ def check_document_positions(configuration: Any, longest: int) -> None:
 def check_routes(configuration: Any, columns: Mapping[str, Any]) -> None:
     """Check that an architecture can replay routes, and that batches carry routes of its shape.
 
-    ``columns``: types of the columns of the batches (``ColumnSpec``). Raises ConfigError that names
-    the architecture and the reason, or the column and both shapes.
+    ``columns``: types of the columns of the batches (``ColumnSpec``). Raises ConfigError, which
+    names the architecture and the reason, or the column and both shapes.
     """
     register_architectures()
     check_replay(configuration, _from_scratch)
@@ -228,8 +228,8 @@ def check_slices(
     configuration: Any, *, backend: str, group: Any, device: torch.device, dtype: torch.dtype
 ) -> None:
     """Check that slices of samples train an architecture correctly
-    (``check_sequence_parallel``). Raises ConfigError that names the architecture and the
-    difference."""
+    (``check_sequence_parallel``). Raises ConfigError, which names the architecture and
+    the difference."""
     check_sequence_parallel(
         configuration,
         backend=backend,

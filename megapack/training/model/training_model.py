@@ -169,9 +169,8 @@ class TrainingModel(nn.Module):
             alone). Second, the loss of every position, ``[T]``, without a gradient
             (``linear_cross_entropy``). Third, the load-balancing loss times the number of labels in
             the micro batch, a scalar without a gradient, multiplied by neither ``scale`` nor its
-            coefficient; None without experts or in evaluation mode. Fourth, the
-            divergence of every position, ``[T]``, without a gradient; None without a teacher or in
-            evaluation mode.
+            coefficient; None without experts or in evaluation mode. Fourth, the divergence of every
+            position, ``[T]``, without a gradient; None without a teacher or in evaluation mode.
         """
         segments = cu_seqlens, max_seqlen, sequence_parallel_size
         balancing = self.balancing if self.training else None

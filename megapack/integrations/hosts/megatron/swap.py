@@ -1,4 +1,4 @@
-"""Replacement of the dataset classes of Megatron-LM's scripts by megapack's.
+"""Replacement of the dataset classes of Megatron-LM's scripts with megapack's.
 
 Scripts name their classes (``GPTDataset``, ``SFTDataset``, ``BlendedMegatronDatasetBuilder``); no
 release has a flag that chooses them. ``install()`` replaces the names before the script imports
@@ -43,7 +43,7 @@ def needs_own_get_batch(release: tuple[int, int]) -> bool:
 
 
 def install(*, own_get_batch: OwnGetBatch = "auto", probe: bool = True) -> None:
-    """Replace Megatron's dataset classes by megapack's. A second call changes nothing.
+    """Replace Megatron's dataset classes with megapack's. A second call changes nothing.
 
     Raises ConfigError if own_get_batch does not suit this release, or if the release lacks a name.
 
@@ -53,7 +53,7 @@ def install(*, own_get_batch: OwnGetBatch = "auto", probe: bool = True) -> None:
             ``yes`` is ``auto``, but raises ConfigError for releases that do not need it. ``no``
             keeps the script's ``get_batch``.
         probe: probe the model on its first micro batch before training
-            (``megapack.integrations.hosts.megatron.probe``): six forwards.
+            (``megapack.integrations.hosts.megatron.probe``), with six forward passes.
     """
     if own_get_batch not in ("auto", "yes", "no"):
         raise ConfigError(f"own_get_batch is {own_get_batch!r}; it must be auto, yes or no")
