@@ -5,20 +5,21 @@ transformers' architectures add it to the cross entropy when ``output_router_log
     loss = mean over labels of the cross entropy + router_aux_loss_coef * balance
     balance = num_experts * sum over experts e of f(e) * P(e)
 
-where, over all layers and tokens of a forward, ``f(e)`` is the number of choices of ``e`` per token
-and ``P(e)`` its mean probability (Fedus et al., *Switch Transformers*, 2022, equations 4 to 6; the
-choices have no gradient). Uniform routing gives the minimum, ``experts_per_token``.
+where, over all layers and tokens of a forward pass, ``f(e)`` is the number of choices of ``e`` per
+token and ``P(e)`` its mean probability (Fedus et al., *Switch Transformers*, 2022, equations 4 to
+6; the choices have no gradient). Uniform routing gives the minimum, ``experts_per_token``.
 
-``balance`` is not a sum over tokens, so it depends on the tokens of a forward. The loss of a step
-is the mean of its micro batches' losses, weighted by their labels:
+``balance`` is not a sum over tokens, so it depends on the tokens of a forward pass. The loss of a
+step is the mean of its micro batches' losses, weighted by their labels:
 
     sum over micro batches m of labels(m) * (cross entropy(m) + coefficient * balance(m))
     -------------------------------------------------------------------------------------
                             labels of the step, over all ranks
 
 The first part is the mean over all labels, for any division into micro batches. The second depends
-on which samples share a forward, but not on ranks, order or padding. (If ``balance`` were computed
-over the tokens of the whole step, no backward pass could begin before the last forward pass.)
+on which samples share a forward pass, but not on ranks, order or padding. (If ``balance`` were
+computed over the tokens of the whole step, no backward pass could begin before the last forward
+pass.)
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class LoadBalancing:
     @staticmethod
     def of(model: Any) -> LoadBalancing | None:
         """Return the load-balancing loss that a causal transformers model adds in training if it
-        outputs router logits, None if it adds none."""
+        outputs router logits; None: it adds none."""
         names = ("num_experts", "num_experts_per_tok", "router_aux_loss_coef")
         experts, chosen, coefficient = (getattr(model, name, None) for name in names)
         if experts is None or chosen is None or coefficient is None:

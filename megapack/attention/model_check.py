@@ -180,7 +180,7 @@ def _check_thresholds(configuration: Any, tiny: Any, run: _Run) -> None:
 @contextmanager
 def isolated(device: torch.device) -> Iterator[None]:
     """Restore the random state of the run afterwards; use one thread, because several threads would
-    only wait for each other; keep transformers from warning of tiny configurations."""
+    only wait for each other; keep transformers from warning about tiny configurations."""
     threads, verbosity = torch.get_num_threads(), logging.get_verbosity()
     torch.set_num_threads(1)
     logging.set_verbosity_error()
@@ -253,7 +253,7 @@ def _thresholds(tiny: Any, numbers: Mapping[Path, float], run: _Run) -> tuple[st
     if not groups or not _depends_on_row(tiny, groups, run):
         return ()
     for group in groups:
-        # Move the others out of reach.
+        # Move the other thresholds out of reach.
         others = _moves({p: numbers[p] for g in groups for p in g if p not in group}, 0)
         base = _moved(tiny, others)
         if _runs(_moved(base, [group]), run.build) and _depends_on_row(base, [group], run):
@@ -438,7 +438,7 @@ def _findings(
         what = f"even one document alone has other logits than with {REFERENCE!r}"
         yield _compare(alone, wanted, what, tolerance)
         yield _compare(traced, alone, _OTHER_LOGITS, tolerance)
-    # So must gradients.
+    # So must the gradients.
     ours = _cross_entropy(model(**row.arguments()).logits, row.labels)
     alone_losses = [
         _cross_entropy(reference(**plain_arguments(tokens)).logits, Row.of([tokens]).labels)

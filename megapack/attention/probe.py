@@ -1,9 +1,9 @@
 """Probe of a host's real model and batch: does a document of a batch depend on the others?
 
-``probe(forward, batch)`` runs the host's forward six times without gradients: unchanged, with the
-tokens of every other segment changed, with those of the remaining segments changed, with one token
-of each segment changed, and twice with shorter or single documents. X marks changed tokens; the
-last column lists the outputs that must not change:
+``probe(forward, batch)`` runs the host's forward pass six times without gradients: unchanged, with
+the tokens of every other segment changed, with those of the remaining segments changed, with one
+token of each segment changed, and twice with shorter or single documents. X marks changed tokens;
+the last column lists the outputs that must not change:
 
     segments       | a a a a | b b b | c c c c c |
     odd changed    | a a a a | X X X | c c c c c |     a and c
@@ -135,7 +135,7 @@ def probe(
         # Some hosts derive labels from tokens; their losses may change with the labels.
         unmoved = counts == counts_now
         unmoved &= ~(from_middle if changed is middle else changed) & ~segment_of_token.isnan()
-        # A masked loss, as all of padding are, is 0 for any tokens, so it cannot change.
+        # A masked loss (padding has no other) is 0 for any tokens, so it cannot change.
         movable = ~unmoved & ~segment_of_token.isnan() & (counts | (outputs == "logits"))
         changes.append(_Change(difference, unmoved, movable))
     tolerance = _TOLERANCE.get(precision or dtypes[0], 1e-3)

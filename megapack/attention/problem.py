@@ -21,9 +21,9 @@ from torch import Tensor
 def alibi_slopes(num_heads: int) -> Tensor:
     """Return one ALiBi slope per head, ``[num_heads]`` float32 on the CPU.
 
-    For a power of two n the slopes are ``2 ** (-8 i / n)``, i = 1..n. Otherwise the slopes of the
-    next lower power of two, then every other slope of the next higher one, as Press et al. ("Train
-    Short, Test Long", 2021) released them.
+    For a power of two n the slopes are ``2 ** (-8 i / n)``, i = 1..n. For other n they are the
+    slopes of the next lower power of two, then every other slope of the next higher one, as Press
+    et al. ("Train Short, Test Long", 2021) released them.
     """
     if num_heads < 1:
         raise ValueError(f"num_heads is {num_heads}; it must be at least 1")
@@ -136,7 +136,7 @@ class Backend:
     alibi: bool = True
 
     def why_not(self, needs: AttentionNeeds) -> str | None:
-        """Return why the backend cannot serve ``needs``, None if it can."""
+        """Return why the backend cannot serve ``needs``; None: it can."""
         if needs.softcap and not self.softcap:
             return f"{self.title} has no soft cap"
         if needs.alibi and not self.alibi:

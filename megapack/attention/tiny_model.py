@@ -212,7 +212,7 @@ class Row(NamedTuple):
 
 
 def plain_arguments(tokens: Tensor) -> dict[str, Any]:
-    """Return the arguments of the usual forward of one document ``[L]``."""
+    """Return the arguments of the usual forward pass of one document ``[L]``."""
     return {"input_ids": tokens.unsqueeze(0), "use_cache": False}
 
 

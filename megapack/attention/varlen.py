@@ -33,7 +33,7 @@ from megapack.attention.problem import (
 from megapack.attention.segmentwise import EAGER, SDPA
 from megapack.errors import ConfigError
 
-# In order of preference, fastest first. The last one serves everything.
+# In order of preference, fastest first. The last one supports everything.
 BACKENDS: dict[str, Backend] = {
     backend.name: backend for backend in (FLASH3, FLASH2, TORCH, flex.BACKEND, SDPA, EAGER)
 }

@@ -56,7 +56,7 @@ class Imbalance(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """Samples of one forward of one rank, and its position in the run.
+    """Samples of one forward pass of one rank, and its position in the run.
 
     It is also a sequence of sample ids, as torch's DataLoader expects from a batch sampler.
 
@@ -68,7 +68,7 @@ class MicroBatch:
         num_step_label_tokens: tokens with a label in the whole step, over all ranks.
         imbalance: imbalance of attention work over the ranks, for this draw.
         source: (samples,) int64, number of the source (dataset) of every sample.
-        view: what the step requires of these samples.
+        view: requirements of the step on these samples.
         step_label_weight: divisor of the sum of losses times loss masks: the sum of the loss mask
             over the whole step and all ranks; None: ``num_step_label_tokens``.
         sequence_parallel_size: number of ranks that share this micro batch.

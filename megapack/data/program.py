@@ -73,9 +73,9 @@ def resolve(
 
     A skip edits the former run: it skips the draws of the former run at these steps, even if other
     stages begin among them. Edits apply one after the other: first the skips of ``mixture.stages``
-    by rising step, then ``mixture.decided`` in their order. With weights a, and b from step 10 on,
-    a skip of 4 steps at step 8 skips two steps of a and two of b. A second such skip skips steps 8
-    to 11 of the run that has the first one: again two of a and two of b.
+    by ascending step, then ``mixture.decided`` in their order. With weights a, and b from step 10
+    on, a skip of 4 steps at step 8 skips two steps of a and two of b. A second such skip skips
+    steps 8 to 11 of the run that has the first one: again two of a and two of b.
 
     Args:
         config: settings from step 0 on.
@@ -185,9 +185,9 @@ def _with_settings(program: Program, before: Program, after: Program) -> Program
 
 
 def skipped_pieces(stage: StageSettings) -> list[tuple[StageSettings, int]]:
-    """Return (settings, number of steps) of what a stage skips, in the order of draws.
+    """Return (settings, number of steps) of the pieces that a stage skips, in the order of draws.
 
-    Neighboring pieces that draw alike are merged.
+    Neighboring pieces with the same draws are merged.
     """
     pieces: list[tuple[StageSettings, int]] = []
     parts = spans(stage.skipped, stage.begin + stage.skip_steps) if stage.skipped else ()

@@ -151,7 +151,7 @@ def _shortened(values: Sequence[float] | None, weights: Weights, default: float)
 
 
 def check_state(current: State, state: State, allow_change: Collection[str] = ()) -> list[str]:
-    """Compare a saved state with the present order of samples.
+    """Compare a saved state with the current order of samples.
 
     Args:
         current: ``Schedule.identity()`` of this run.
@@ -160,7 +160,7 @@ def check_state(current: State, state: State, allow_change: Collection[str] = ()
 
     Returns:
         A sentence with the consequence for every allowed difference, and a sentence for every stage
-        that differs from the step of the state on, where everything may differ.
+        that differs at or after the step of the state, where everything may differ.
 
     Raises:
         ResumeError: it is not a state, or another difference would change steps already taken.
@@ -299,7 +299,7 @@ def content_digests(data: PackedDataset) -> dict[str, list[Any]]:
     """Return digests of the bytes that every source reads: of tokens and columns.
 
     The keys are the source's number and the fingerprint of its samples, with the name of a column:
-    ``check_state`` compares the samples and columns of runs, and what two runs both have must have
+    ``check_state`` compares the samples and columns of runs; those that both runs have must have
     the same bytes. For a source with more than 64 shards, this reads 64 evenly spaced ones.
     """
     digests: dict[str, list[Any]] = {}

@@ -3,7 +3,7 @@
     OpenRun(config).sampler(rank=3, num_ranks=64).micro_batches(1200)
 
 returns the micro batches of rank 3 of 64 in step 1,200. Training, its dry run, its exports and
-``megapack-build trace`` all open a run by this class, so they cannot disagree. The configuration
+``megapack-build trace`` all open a run with this class, so they cannot disagree. The configuration
 and the run's own decisions (``Decision``) decide what a rank sees. Decisions are stages like those
 of a manifest, stored in ``decisions.json`` in the run's directory:
 
@@ -201,7 +201,7 @@ _LOST_DECISIONS = (
 
 
 def read_decisions(run_dir: str | Path) -> Decisions | None:
-    """Read the decisions in a run's directory; None without any.
+    """Read the decisions in a run's directory; None: there are none.
 
     Raises:
         ConfigError: the file is damaged.
@@ -248,8 +248,8 @@ class PlannedRun:
     """Steps of a run over samples, and their assignment to ranks.
 
     Args:
-        config: of the run; its data are not opened.
-        samples: of the run; lengths are enough.
+        config: configuration of the run; its data are not opened.
+        samples: samples of the run; lengths are enough.
         decided: decisions of the run, already part of the samples' mixture.
 
     Attributes:
@@ -305,7 +305,7 @@ class OpenRun(PlannedRun):
     """A run and its training data, which it opens.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         decided: decisions of the run; None: read them from its directory.
 
     Attributes:
@@ -315,7 +315,7 @@ class OpenRun(PlannedRun):
 
     Raises:
         ConfigError: sizes do not fit, or the run would repeat a source too often.
-        IndexMismatchError: an index of other documents.
+        IndexMismatchError: an index belongs to other documents.
         FormatError, OSError: a file is damaged or missing.
     """
 

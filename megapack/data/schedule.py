@@ -68,7 +68,7 @@ class Draw:
     """Samples of one bucket that go through the model together.
 
     Attributes:
-        bucket: number of the bucket among those that have samples, by rising capacity.
+        bucket: number of the bucket among those that have samples, by ascending capacity.
         capacity: tokens per sample.
         sample_ids: (samples,) int64, global ids; fewer where a finite schedule ends.
         view: requirements of the step on these samples.

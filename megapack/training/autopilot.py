@@ -67,8 +67,8 @@ class SpikeWatch:
 
     The losses of each bucket and of each source have their own band, since their levels differ;
     gradient norms are compared by their logarithms. Outliers do not enter the band. A spike is
-    confirmed when one signal has ``confirm`` outliers within twice as many steps (the steps between
-    may have other buckets); a loss that is NaN or infinite is a spike at once.
+    confirmed when one signal has ``confirm`` outliers within twice as many steps (the steps in
+    between may have other buckets); a loss that is NaN or infinite is a spike at once.
     """
 
     def __init__(self, config: AutopilotConfig) -> None:
@@ -103,7 +103,7 @@ class SpikeWatch:
         while history and history[0][0] < step - HORIZON * self.config.window:
             history.popleft()
         if len(history) < FEWEST:
-            if math.isfinite(value):  # the norm of an overflowed gradient is not
+            if math.isfinite(value):  # the norm of an overflowed gradient is not finite
                 history.append((step, value))
             return None
         values = [old for _, old in history]
@@ -271,7 +271,7 @@ def next_mixture(config: MixingConfig, report: SourceReport) -> Decision:
     try:
         weights, state = find_rule(config.rule)(report, **config.options)
         weights = {name: float(weight) for name, weight in weights.items()}
-        state = json.loads(json.dumps(state))  # as a resumed run reads it
+        state = json.loads(json.dumps(state))  # equal to the state that a resumed run reads
     except ConfigError:
         raise
     except Exception as error:

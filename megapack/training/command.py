@@ -77,8 +77,8 @@ def run_command(work: Callable[[argparse.Namespace], int], args: argparse.Namesp
 def set_rank_environment(local_rank: int | None = None) -> int:
     """Complete the environment variables that describe this rank; return the number of ranks.
 
-    ``local_rank`` is the option of the launcher. Raises ConfigError: a launcher set only some of
-    the variables, or set no integers.
+    ``local_rank`` is the option of the launcher. Raises ConfigError if a launcher set only some
+    of the variables, or values that are not integers.
     """
     env = os.environ
     if local_rank is not None:
@@ -122,8 +122,8 @@ _RECIPES = Path(__file__).parents[1] / "configs"
 def read_config(name: str, overrides: Sequence[str] = ()) -> PretrainConfig:
     """Read a run's configuration from a YAML file or a recipe (the name of a file in ``configs/``).
 
-    ``overrides`` are ``"a.b=value"``. Raises ConfigError: neither a file nor a recipe, or as
-    ``load_config``. Raises OSError: the file cannot be read.
+    ``overrides`` are ``"a.b=value"``. Raises ConfigError if there is no such file or recipe,
+    and like ``load_config``; raises OSError if the file cannot be read.
     """
     recipes = {path.stem: path for path in sorted(_RECIPES.glob("*.yaml"))}
     if not Path(name).is_file():

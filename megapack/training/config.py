@@ -172,7 +172,7 @@ class LearningRateConfig:
 
         Warmup rises linearly and reaches ``peak`` at its last step; step 0 already has a rate.
 
-        Raises ValueError: the step is outside the run.
+        Raises ValueError if the step is outside the run.
         """
         if not 0 <= step < num_steps:
             raise ValueError(f"step {step} is outside of the run's {num_steps} steps")

@@ -111,7 +111,7 @@ class BatchTrace:
 class Trainer:
     """State of the training loop, the same on all ranks.
 
-    ``find(tokens)`` returns the newest good checkpoint of at most that many tokens, and its store.
+    ``find(tokens)`` returns the newest good checkpoint of no more tokens, and its store.
     ``record`` is the result of ``run_record``, for checkpoints.
     """
 
@@ -151,7 +151,7 @@ class Trainer:
         self.profiler = StepProfiler(run.profile, world, profile)
         self.to_probe = config.model.probe and config.engine.sequence_parallel_size == 1
         self.agreement = Agreement(world.group)
-        self.saved = self.begun = start  # last step with a complete checkpoint; with a started one
+        self.saved = self.begun = start  # steps of complete and started checkpoint
         self.batches = TimedBatches(())
         self.resume(inputs, start)
 
@@ -391,7 +391,7 @@ class Trainer:
 
     @property
     def mixture_is_due(self) -> bool:
-        """The mixing rule must run before the next step."""
+        """True if the mixing rule must run before the next step."""
         if self.config.mixing.rule is None or not 0 < self.done < self.end:
             return False
         decisions = self.decisions.decisions if self.decisions else ()
@@ -428,12 +428,12 @@ class Trainer:
 
     @property
     def validation_is_due(self) -> bool:
-        """Validation is due after the steps done so far."""
+        """True if validation is due after the steps done so far."""
         every, done = self.config.evaluation.every, self.done
         return done == self.inputs.num_steps or (every is not None and done % every == 0)
 
     def not_validated(self) -> bool:
-        """Return True if the last step has no validation, because a signal stopped the run."""
+        """Return True if the last step was not validated, because a signal stopped the run."""
         path = self.run_dir.evaluation
         lines = read_jsonl(path) if path.exists() else ()
         return all(line["step"] != self.done for line in lines)
@@ -468,7 +468,7 @@ class Trainer:
 
     @property
     def next_rate(self) -> float:
-        """Learning rate of the next step; after the last step, that of the last."""
+        """Learning rate of the next step; after the last step, of the last step."""
         config, num_steps = self.config, self.inputs.num_steps
         step = min(self.done, num_steps - 1)
         return config.learning_rate.at(step, num_steps=num_steps, peak=config.optimizer.lr)

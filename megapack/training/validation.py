@@ -4,8 +4,8 @@ Samples come from a packed index, so validation runs at the speed of training. E
 first of a document has a label, also if a segment begins inside a document. So the same tokens are
 scored for every capacity, and the results are comparable.
 
-With ``engine.sequence_parallel_size``, ranks share samples that are longer than a rank's forward,
-as in training. A rank then sums the losses of its slices.
+With ``engine.sequence_parallel_size``, ranks share samples that are too long for the forward pass
+of one rank, as in training. A rank then sums the losses of its slices.
 
     validate(model, data, world=world, config=config, micro_batch_tokens=16384).report()
     # -> {"loss": 2.87, "perplexity": 17.6, "label_tokens": 1043210, "bucket_loss": {...}}
@@ -94,7 +94,7 @@ def validate(
     Args:
         model: a ``TrainingModel``, or the DeepSpeed engine of one.
         data: result of ``open_validation``.
-        micro_batch_tokens: tokens of a rank's forward (at least one sample or its slice).
+        micro_batch_tokens: tokens of a rank's forward pass (at least one sample or its slice).
         max_tokens: largest number of tokens to score per bucket; None: all.
     """
     capacities = [int(c) for c in data.samples.indices[0].bucket_capacity]
@@ -165,7 +165,7 @@ def _batches(
     groups, group = world.size // shared, world.rank // shared
     rounds = -(-len(ids) // (size * groups))
     for i in range(rounds):
-        # Past the end a group scores an empty batch: ZeRO-3 needs all ranks in every forward.
+        # Past the end, a group scores an empty batch: ZeRO-3 needs all ranks in every forward pass.
         begin = (i * groups + group) * size
         batch = data.micro_batch(ids[begin : begin + size], layout=layout, capacity=capacity)
         if shared > 1:

@@ -19,7 +19,7 @@ from megapack.integrations.rows.open_rows import Manifest, open_documents, open_
 
 BUCKETS = (64, 128, 256)
 ROWS_PER_STEP, ROW, STEPS = 8, 256, 3  # of every run
-TOLERANCE = 2e-5  # of losses of 5 or 6, float32 under another attention and other shapes
+TOLERANCE = 2e-5  # of losses of 5 or 6, in float32, with different attention and shapes
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] + ': ' }}{% if m['role'] == 'assistant' %}"
     "{% generation %}{{ m['content'] + '<eos>' }}{% endgeneration %}"
@@ -44,7 +44,7 @@ class Chats:
 
 
 def write_chats(folder: Path) -> Chats:
-    """150 conversations of some 30 to 500 tokens, a letter each: some are cut into samples."""
+    """Write 150 conversations of about 30 to 500 tokens, one token per letter; samples cut some."""
     write_model(folder / "model")
     rng = np.random.default_rng(3)
     with (folder / "chats.jsonl").open("w") as file:
@@ -69,7 +69,7 @@ def write_chats(folder: Path) -> Chats:
 
 
 def write_model(folder: Path) -> None:
-    """A Llama of two layers and a tokenizer of bytes, as transformers keeps them."""
+    """Save a Llama of two layers and a tokenizer of bytes in the format of transformers."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: PLC0415
     from transformers import (  # noqa: PLC0415

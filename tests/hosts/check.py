@@ -119,7 +119,7 @@ def whole_rank(group: list[dict[str, Any]], align: int, found: Findings) -> dict
 
 
 def unlike_layers(call: dict[str, Any]) -> Iterator[str]:
-    """All layers of a call, and their recomputation, are given the same boundaries."""
+    """Check that all layers of a call, and their recomputation, get the same boundaries."""
     for bounds, longest in call.get("attention", ()):
         if bounds is None or call["cu_seqlens"] is None:
             yield "a layer had no boundaries"
@@ -185,8 +185,8 @@ def wrong(
 
 
 def wrong_ahead(call: dict[str, Any], found: Findings) -> Iterator[str]:
-    """Multi-token prediction: at depth k a token predicts what the k-th token behind it does, if
-    that is in its segment. Labels and masks themselves are checked by ``wrong``."""
+    """Check multi-token prediction: at depth k, a token has the label of the k-th token after it,
+    if that is in its segment. ``wrong`` checks labels and masks themselves."""
     rolled = [_flat(tensor) for tensor in call.get("ahead", ())]
     pairs = [(a, b) for a, b in pairwise(rolled) if b.dtype == np.float32]
     if call["labels"] is None or not pairs:
@@ -210,7 +210,7 @@ def _flat(tensor: torch.Tensor | None) -> NDArray[Any] | None:
 
 
 def alike(ranks: list[dict[str, Any]]) -> Iterator[str]:
-    """The ranks of a tensor-parallel group, and the stages of a pipeline, see one micro batch."""
+    """Check that tensor-parallel ranks and pipeline stages see the same micro batch."""
     groups: dict[int, list[dict[str, Any]]] = {}
     for rank in ranks:
         groups.setdefault(rank["where"]["data"], []).append(rank)
@@ -226,7 +226,7 @@ def alike(ranks: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def one_bucket_in_turn(ranks: list[dict[str, Any]], *, ahead: bool = False) -> Iterator[str]:
-    """At every micro step all ranks read one bucket, and rows follow each other over the ranks.
+    """Check that all ranks read one bucket in a micro step, and rows are consecutive over ranks.
 
     Args:
         ahead: one rank may have read further ahead than another.
@@ -264,7 +264,7 @@ def remember_rows(rank: dict[str, Any], found: Findings) -> None:
 
 
 def compare(known: dict[int, tuple[int, ...]], found: Findings, *, at_least: int) -> None:
-    """Rows are known by their number: the same in every run of the same data."""
+    """Check that a row number stands for the same row in every run of the same data."""
     shared = known.keys() & found.rows.keys()
     assert all(known[number] == found.rows[number] for number in shared)
     assert not known or len(shared) >= at_least, "the runs have rows in common"
@@ -272,7 +272,7 @@ def compare(known: dict[int, tuple[int, ...]], found: Findings, *, at_least: int
 
 
 def evaluated_labels(recorded: list[dict[str, Any]]) -> list[int]:
-    """All labels of all ranks' calls that do not train, sorted."""
+    """Return all labels of all ranks' calls without training, sorted."""
     calls = [call for rank in recorded for call in rank["calls"] if not call["training"]]
     counted = [call["labels"][call["loss_mask"] > 0].flatten() for call in calls]
     return sorted(torch.cat(counted).tolist())
@@ -338,7 +338,7 @@ def check_program(found: Findings, corpus: Corpus, global_batch: int) -> None:
     assert all(bool(step["documents"] & set(MASKED)) == (i < 2) for i, step in enumerate(steps))
 
 
-# ---- Rows that context-parallel ranks hold in parts, put together again --------------------------
+# ---- Rows of which context-parallel ranks hold parts, joined again -------------------------------
 
 ROW_KEYS = ("tokens", "position_ids", "labels", "loss_mask")
 

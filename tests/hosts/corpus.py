@@ -1,4 +1,4 @@
-"""Documents in which every token of the corpus has another id.
+"""Documents in which every token of the corpus has a different id.
 
 So batches alone show whether labels, masks, positions and boundaries are right.
 """
@@ -22,7 +22,7 @@ LAYERS = 2  # of every model
 WINDOW = 24  # of attention, tokens, in the first two steps of program.json
 NUM_WEB = 150
 NUM_FEW = 3
-MASKED = range(0, NUM_WEB, 2)  # documents of web that its third step and later ones do not show
+MASKED = range(0, NUM_WEB, 2)  # documents of web that are excluded from its third step on
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """CUDA mapped to the CPU and nccl to gloo, so that a host's own script runs without a GPU.
 
-What asks for a CUDA device gets the CPU; streams, events and synchronization do nothing. Nothing
-of the host is changed: only what torch answers.
+Code that asks for a CUDA device gets the CPU; streams, events and synchronization do nothing. The
+host is unchanged: only the answers of torch are different.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def without_shared_memory() -> None:
 
 
 class _Devices(TorchFunctionMode):
-    """Every tensor function is called with the CPU where its caller said CUDA."""
+    """Calls every tensor function with the CPU if its caller named CUDA."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
@@ -60,7 +60,7 @@ def _mapped(value: Any) -> Any:
 
 
 class _Stream:
-    """A stream, an event, a timer of the device: everything is over when the call returns."""
+    """A stream, event or timer of the device: all work is done when a call returns."""
 
     cuda_stream = 0
 

@@ -1,7 +1,7 @@
-"""flash-attn without a GPU: real attention in plain torch, and a note of every call.
+"""flash-attn without a GPU: real attention in plain torch, and a record of every call.
 
-Only the kernel is replaced. The functions have flash-attn's modules and names, so that
-what a host imports, and what megapack wraps, is what it imports and wraps on a GPU.
+Only the kernel is replaced. The functions have flash-attn's modules and names, so hosts import, and
+megapack wraps, the same names as on a GPU.
 """
 
 from __future__ import annotations

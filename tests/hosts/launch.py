@@ -1,7 +1,7 @@
 """One rank of a host's run on the CPU: ``launch.py RECORDS script.py [the script's arguments]``.
 
 The script runs as ``python -m megapack.integrations.hosts.megatron`` runs it. Every call of its
-model is written to ``RECORDS/rank<n>.pt``: what the model was handed, and which rows the rank had
+model is written to ``RECORDS/rank<n>.pt``: the inputs of the model, and the rows that the rank had
 read from its dataset. ranks.py starts all ranks of a run.
 """
 
@@ -47,7 +47,7 @@ class GPTRecorder(Recorder):
             call = self.calls[-1]
             output = stock(model, input_ids, position_ids, *args, **kw)
             if call["labels"] is not None and output.numel() == call["labels"].numel():
-                # The last stage: a loss per token. Others of 0.16 get labels as well.
+                # The last stage: a loss per token. In 0.16 other stages get labels, too.
                 call["losses"] = output.detach().double().flatten()
             return output
 
@@ -128,11 +128,11 @@ def _nothing(*args: Any, **kwargs: Any) -> None: ...
 
 def prepare(arguments: list[str]) -> None:
     """Disable what the host does only on a GPU machine."""
-    # It compiles into its own tree, which is not ours to write to, what only its datasets need.
+    # It compiles helpers of its own datasets into its tree, which tests must not write to.
     importlib.import_module("megatron.core.datasets.utils").compile_helpers = _nothing
     with contextlib.suppress(ModuleNotFoundError):  # 0.16 has CUDA sources
         importlib.import_module("megatron.legacy.fused_kernels").load = _nothing
-    # It draws from the generator of the weights, as often as a micro batch is large.
+    # It draws from the generator of the weights, as often as the size of a micro batch requires.
     importlib.import_module("megatron.training.initialize")._warmup_jit_function = _nothing
     norm = importlib.import_module("megatron.core.transformer.torch_norm")
     take_sequence_parallel(norm.WrappedTorchNorm)

@@ -1,7 +1,8 @@
 """axolotl on the CPU: ``torchrun launch_axolotl.py FAULT config.yaml`` is its ``axolotl train``.
 
-FAULT is injected between the batch and the model: ``joined`` has positions continue over documents,
-``moved`` has them restart a token late, ``shifted`` moves labels once more; ``none``.
+FAULT is injected between the batch and the model: ``joined`` makes positions continue over
+documents, ``moved`` makes them restart one token late, ``shifted`` shifts labels a second time;
+``none``: no fault.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Megatron-Bridge on a CPU: ``launch_bridge.py RECORDS MANIFEST [pretrain STAGES FAULT]``.
 
-Without ``pretrain`` its GPTDatasetConfig, its dataset provider, a stock loader, its get_batch for
-every stage of a pipeline of three, and its get_packed_seq_params; the arguments of the model are
-recorded as for Megatron-LM (check.py). With it Bridge's own ``pretrain`` trains a tiny GPT of
-megatron-core's local layers, under torchrun. Bridge imports Transformer Engine, modelopt and
-NVIDIA's resiliency extension in any case; stand-ins have their names.
+Without ``pretrain``, it runs Bridge's GPTDatasetConfig, dataset provider, get_batch for every stage
+of a pipeline of three, and get_packed_seq_params, with a stock loader; the arguments of the model
+are recorded as for Megatron-LM (check.py). With ``pretrain``, Bridge's own ``pretrain`` trains a
+tiny GPT of megatron-core's local layers, under torchrun. Bridge imports Transformer Engine,
+modelopt and NVIDIA's resiliency extension in any case; stand-ins have their names.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ABSENT = ("transformer_engine", "transformer_engine_torch", "modelopt", "nvidia_
 
 
 class _Named(type):
-    """A class of which no name is ever called."""
+    """A class whose attributes are never called."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -134,7 +134,7 @@ def main(folder: str, manifest: str) -> None:
 
 
 class _Stage:
-    """The group of a pipeline, of which only place and size are used."""
+    """The group of a pipeline; only the rank's place and the group's size are used."""
 
     def __init__(self, stage: int) -> None:
         self._stage = stage
@@ -154,7 +154,7 @@ NOT_HERE = (  # fused kernels, and biases
 
 
 def configuration(manifest: str, cache: str, stages: int) -> Any:
-    """As docs/guides/megatron_bridge.md has it, for a tiny model without fused kernels."""
+    """Configure a run as docs/guides/megatron_bridge.md does, for a tiny unfused model."""
     bridge: Any = importlib.import_module("megatron.bridge.training.config")
     models: Any = importlib.import_module("megatron.bridge.models.gpt_provider")
     model = models.GPTModelProvider(
@@ -230,7 +230,7 @@ def pretrain(folder: str, manifest: str, stages: str, fault: str) -> None:
     make_loss = step._create_loss_function
 
     def loss_of(loss_mask: Any, *args: Any, **kwargs: Any) -> Any:
-        if loss_mask is not None:  # of the last stage, whose model does not get it
+        if loss_mask is not None:  # on the last stage, whose model does not get it
             recorder.calls[-1]["loss_mask"] = loss_mask.clone()
         return make_loss(loss_mask, *args, **kwargs)
 

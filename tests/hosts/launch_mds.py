@@ -1,7 +1,7 @@
 """One rank of Megatron-DeepSpeed on the CPU: ``launch_mds.py [arguments of pretrain_gpt.py]``.
 
-Under DeepSpeed's launcher. Runs the guide's pretrain_packed.py, which lies in the working folder,
-and writes what the model was handed.
+Runs, under DeepSpeed's launcher, the guide's pretrain_packed.py from the working folder, and writes
+the inputs of the model.
 """
 
 from __future__ import annotations
@@ -77,11 +77,11 @@ def main() -> None:
     leave_out_vision()
 
     def watch() -> None:
-        # DeepSpeed has no such kernels for CUDA either; for a CPU it raises instead of saying so.
+        # DeepSpeed has no such kernels for CUDA either; for a CPU it raises an error.
         importlib.import_module("megatron.model.transformer").FlashAttentionBuilder = None
         watch_model(recorder)
         watch_loss_mask(recorder)
-        # It compiles into its own tree, which is not ours to write to, what its datasets need.
+        # It compiles helpers of its datasets into its tree, which tests must not write to.
         importlib.import_module("megatron.data.dataset_utils").compile_helper = lambda: None
 
     recorder.run_script("megatron_deepspeed", "pretrain_packed.py", watch)

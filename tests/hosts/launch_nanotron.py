@@ -131,7 +131,7 @@ def keep_gradient(trainer: Any, folder: Path) -> None:
 
 
 def sabotage(ours: Any) -> None:
-    """Something between the loader and the model that is wrong, as a user's change might be."""
+    """Inject a fault between the loader and the model, like a user's wrong change."""
     qwen: Any = importlib.import_module("nanotron.models.qwen")
     attention, model = qwen.Qwen2Attention.forward, qwen.Qwen2ForTraining
     forward, iterate = model.forward, ours.PackedBatches.__iter__

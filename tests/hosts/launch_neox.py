@@ -2,7 +2,7 @@
 
 deepy.py, here as everywhere, has DeepSpeed's launcher start the script that it is given on every
 rank, with its own encoded arguments. That is this file again, which runs the guide's
-train_packed.py and writes what the model was handed.
+train_packed.py and writes the inputs of the model.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def watch_model(recorder: TextRecorder) -> None:
 def train(recorder: TextRecorder) -> None:
     def watch() -> None:
         watch_model(recorder)
-        # It compiles into its own tree, which is not ours to write to, what only its datasets need.
+        # It compiles helpers of its own datasets into its tree, which tests must not write to.
         importlib.import_module("megatron.data.data_utils").compile_helper = lambda: None
 
     recorder.run_script("gpt_neox", "train_packed.py", watch)

@@ -1,7 +1,7 @@
 """OLMo-core on the CPU: ``torchrun launch_olmo_core.py OPTIONS`` is examples/olmo_core_packed.py.
 
 Without a GPU OLMo-core uses gloo and tensors on the CPU. The kernel of its flash-attention backend
-is replaced, as its other backend ignores documents.
+is replaced, because its other backend ignores documents.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def validated(trainer: Any, prefix: str) -> None:
 
 
 def sabotage(ours: Any) -> None:
-    """Something between the loader and the model that is wrong, as a user's change might be."""
+    """Inject a fault between the loader and the model, like a user's wrong change."""
     transformer: Any = importlib.import_module("olmo_core.nn.transformer").Transformer
     prepare, forward = transformer._prepare_inputs, transformer.forward
     iterate = ours.PackedOlmoLoader._iter_batches

@@ -1,9 +1,9 @@
 """torchtitan on the CPU: ``torchrun launch_torchtitan.py OPTIONS`` is its own train.py.
 
-torch answers that the accelerator is the CPU, so that torchtitan itself asks for gloo and for
-tensors there. FlexAttention is torch's own, computed densely; torch refuses its backward on a CPU
-by a check alone, which is left out. Of varlen attention the kernel is replaced. What torch 2.13
-lacks for torchtitan's main, a time limit for groups, does nothing.
+torch reports the CPU as the accelerator, so torchtitan itself asks for gloo and for tensors there.
+FlexAttention is torch's own, computed densely; only a check in torch refuses its backward pass on a
+CPU, and this check is left out. The kernel of varlen attention is replaced. A time limit for
+groups, which torchtitan's main needs and torch 2.13 lacks, does nothing.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def losses_of(trainer: Any, text: Tensor) -> Tensor:
 
 
 def sabotage(ours: Any) -> None:
-    """Something between the loader and the model that is wrong, as a user's change might be."""
+    """Inject a fault between the loader and the model, like a user's wrong change."""
     decoder = importlib.import_module("torchtitan.models.common.decoder").Decoder
     masks, process = decoder.get_attention_masks, ours.PackedTitanTrainer.post_dataloading_process
     iterate = ours.PackedDataLoader.__iter__

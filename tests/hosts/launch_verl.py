@@ -1,8 +1,8 @@
 """verl's SFT trainer on the CPU: ``torchrun launch_verl.py FAULT key=value ...``.
 
 A custom platform gives verl its device; the rest is its main(). Inputs and outputs of every forward
-go to HOST_RECORDS, a file per rank. FAULT is injected: ``shifted`` has the loss mask refer to
-predictors, ``joined`` has positions continue over documents; ``none``.
+pass go to HOST_RECORDS, one file per rank. FAULT is injected: ``shifted`` makes the loss mask
+refer to predictors, ``joined`` makes positions continue over documents; ``none``: no fault.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 
 class Device(types.ModuleType):
-    """torch.cpu where it has what verl asks of a device, else nothing happens."""
+    """torch.cpu for the functions that it has; others that verl calls do nothing."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -1,4 +1,4 @@
-"""Runs of Megatron-LM's pretrain_gpt.py that are checked, and how one of them is started."""
+"""Runs of Megatron-LM's pretrain_gpt.py to check, and the start of one of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.hosts.corpus import ROW, STEP_ROWS, Corpus
 from tests.hosts.processes import environment_of
 from tests.hosts.ranks import Ranks
 
-# A tiny model, on Megatron's local implementation: the fused kernels want a GPU.
+# A tiny model, on Megatron's local implementation: the fused kernels need a GPU.
 MODEL = f"""
     --num-layers 2 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64
     --seq-length {ROW} --max-position-embeddings {ROW} --position-embedding-type rope
@@ -24,14 +24,14 @@ MODEL = f"""
     --no-bias-gelu-fusion --no-bias-dropout-fusion --no-gradient-accumulation-fusion
     --clip-grad 0 --lr 1e-3 --distributed-backend gloo --tokenizer-type NullTokenizer
 """.split()
-# What docs/guides/megatron.md asks for.
+# Flags that docs/guides/megatron.md requires.
 PACKED = ["--dataloader-type", "single", "--calculate-per-token-loss"]
 PACKED += ["--no-create-attention-mask-in-dataloader"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """One run: how many ranks, which of Megatron's flags, which data."""
+    """One run: its number of ranks, Megatron's flags, and its data."""
 
     name: str
     ranks: int

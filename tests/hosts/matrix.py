@@ -62,7 +62,7 @@ def trained(
 def resumed(
     host: str, tree: Path, folders: Iterable[Path], corpus: Corpus, *, remark: str = "", **how: Any
 ) -> None:
-    """Two steps, then two steps of the resumed run."""
+    """Check two steps, then two steps of the resumed run."""
     before, after = (check_run(load_ranks(folder), corpus, **how) for folder in folders)
     note(host, tree.name, f"DP 2 to DP 1, resumed{remark}", after)
     assert not before.problems + after.problems
@@ -82,7 +82,7 @@ def evaluated(
     ranks: int,
     tolerance: float,
 ) -> None:
-    """An evaluation had every label once, and on all ranks the loss of the documents alone."""
+    """Check that an evaluation has every label once and, on all ranks, the documents' own loss."""
     recorded = load_ranks(folder)
     found = check_run(recorded, corpus)
     note(host, tree.name, name, found)
@@ -103,8 +103,8 @@ SETS = [range(int(0.7 * NUM_WEB), int(0.9 * NUM_WEB)), range(int(0.9 * NUM_WEB),
 def validated(
     host: str, tree: Path, name: str, folders: Sequence[Path], corpus: Corpus, logs: Iterable[str]
 ) -> None:
-    """A run to step 2, which validates there, and one to its end, which validates at step 3 and at
-    the end, and tests: what was logged is the mean over all labels of the documents."""
+    """Check a run to step 2, which validates there, and one to its end, which validates at step 3
+    and at the end, and tests: the logged loss is the mean over all labels of the documents."""
     for folder, log, count in zip(folders, logs, (1, 3), strict=True):
         found, means = check_evaluation(load_ranks(folder), corpus, SETS, shifted=True)
         note(host, tree.name, name, found)

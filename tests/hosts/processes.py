@@ -31,8 +31,8 @@ def environment_of(tree: Path, packages: str) -> dict[str, str]:
 
     Args:
         tree: the checkout.
-        packages: folder of the virtual environment with what this host alone needs (Makefile);
-            what PYTHONPATH names is found behind it.
+        packages: folder of the virtual environment with the packages that only this host needs
+            (Makefile); it precedes the folders of PYTHONPATH.
     """
     paths = (tree, ROOT, Path(sys.prefix) / packages, *trees_of("PYTHONPATH"))
     return {
@@ -46,7 +46,7 @@ def environment_of(tree: Path, packages: str) -> dict[str, str]:
 
 
 def torchrun(ranks: int, launcher: str) -> list[str]:
-    """The command that starts so many ranks of a launcher of this folder."""
+    """Return the command that starts this many ranks of a launcher in this folder."""
     program = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
     port = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
     return [*program, *port, str(LAUNCHERS / launcher)]
@@ -55,13 +55,13 @@ def torchrun(ranks: int, launcher: str) -> list[str]:
 def run(
     command: list[str], folder: Path | None, environment: dict[str, str]
 ) -> subprocess.CompletedProcess[str]:
-    """Run the command in the folder to its end, however it ends."""
+    """Run the command in the folder to its end, whether it fails or not."""
     how: dict[str, Any] = {"capture_output": True, "text": True, "timeout": PATIENCE}
     return subprocess.run(command, check=False, cwd=folder, env=environment, **how)
 
 
 def finish(command: list[str], folder: Path, environment: dict[str, str], subject: str) -> str:
-    """Run the command in the folder; what it logged. Raises AssertionError where it fails."""
+    """Run the command in the folder; return its log. Raises AssertionError if it fails."""
     done = run(command, folder, environment)
     assert done.returncode == 0, f"{subject}:\n{(done.stdout + done.stderr)[-6000:]}"
     return done.stdout + done.stderr

@@ -35,7 +35,7 @@ class Ranks:
         )
 
     def run(self, patience: float, **job: Any) -> bool:
-        """Return whether all ranks succeed. A job: ranks, port, folder, arguments of ``run_rank``.
+        """Return whether all ranks succeed. Jobs have ranks, port, folder, ``run_rank`` arguments.
 
         Raises:
             TimeoutError: they did not end; they are killed.
@@ -71,7 +71,7 @@ def serve() -> None:
 
 
 def _run(job: dict[str, Any]) -> bool:
-    """Return whether a rank failed; then end the others, which would wait for it."""
+    """Return whether a rank failed; if one did, end the other ranks, which would wait for it."""
     running = {_fork(job, rank) for rank in range(job["ranks"])}
     failed = False
     while running:

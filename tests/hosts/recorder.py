@@ -65,8 +65,8 @@ def _kept(value: Any) -> Any:
 class TextRecorder(Recorder):
     """Recorder of a host whose model gets segments only in its attention.
 
-    A call begins with the embedding; every layer's attention adds the boundaries that it was given,
-    recomputation the same again; labels and mask come with the loss. Loaders read row by row.
+    A call begins with the embedding. Every layer's attention adds the boundaries that it gets, and
+    recomputation adds them again. Labels and mask come with the loss. Loaders read row by row.
     """
 
     def watch_embedding(self, module_class: Any) -> None:
@@ -148,7 +148,7 @@ class LoaderRecorder(TextRecorder):
     """Record a host that iterates over ``RankRows``, a micro batch at a time.
 
     Attributes:
-        paused: calls are not noted: the probe makes them.
+        paused: calls are not recorded, because the probe makes them.
     """
 
     paused = False
@@ -205,7 +205,7 @@ def _together(reads: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-# ---- What a run of a host is held to when it has trained: its documents, each alone
+# ---- Expected results of a host's training run: those of its documents, each alone
 
 
 def flat_gradient(model: Any) -> Tensor:

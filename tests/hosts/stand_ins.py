@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class AttentionNotRun(torch.nn.Module):
-    """Attention over context-parallel ranks: what reaches it is right or wrong, it adds nothing."""
+    """Attention over context-parallel ranks that returns its queries; tests check its inputs."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ def thd_get_partitioned_indices(
 ) -> Tensor:
     """Return chunks ``cp_rank`` and ``2 cp_size - 1 - cp_rank`` of ``2 cp_size`` of every segment.
 
-    As Transformer Engine documents it: int32 positions, segments of any other length cut down.
+    Follows Transformer Engine's documentation: int32 positions; other segment lengths are cut down.
     """
     held: list[int] = []
     for begin, end in pairwise(cu_seqlens.tolist()):
@@ -37,7 +37,7 @@ def thd_get_partitioned_indices(
 
 
 def take_sequence_parallel(norm_class: Any) -> None:
-    """Let torch's norm do what only the fused ones may: mark weights whose gradients are summed."""
+    """Let torch's norm mark weights whose gradients are summed, as only fused norms may."""
     stock = norm_class.__new__
 
     def new(cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:

@@ -55,14 +55,14 @@ def train(folder: Path, chats: Chats, ranks: int = 1, fault: str = "none", **cha
         "DO_NOT_TRACK": "1",
         "AXOLOTL_DO_NOT_TRACK": "1",
         "LOG_LEVEL": "INFO",
-        "ACCELERATE_USE_CPU": "true",  # as of accelerate launch --cpu: gloo
+        "ACCELERATE_USE_CPU": "true",  # like accelerate launch --cpu: gloo
     }
     command = [*torchrun(ranks, "launch_axolotl.py"), fault, str(folder / "config.yaml")]
     return finish(command, folder, environment, "axolotl")
 
 
 def mean_loss(model: Any, samples: Iterator[dict[str, Any]]) -> torch.Tensor:
-    """Mean over all labels, each document forwarded alone."""
+    """Return the mean loss over all labels, with a forward pass for each document."""
     total, count = torch.zeros(()), 0
     for sample in samples:
         for begin, end in zip(sample["cu_seqlens"], sample["cu_seqlens"][1:], strict=False):

@@ -27,7 +27,7 @@ HOST = "GPT-NeoX"
 
 pytestmark = marks_of(TREES, "GPT_NEOX", "GPT-NeoX")
 
-# As docs/guides/gpt_neox.md has it.
+# Settings of docs/guides/gpt_neox.md.
 SCRIPT = """import runpy
 
 from megapack.integrations.hosts import gpt_neox
@@ -37,7 +37,7 @@ runpy.run_path("train.py", run_name="__main__")
 """
 PACKED = {"attention_config": [[["flash"], "all"]]}
 
-# A tiny model without fused kernels, which want a GPU; sm3 is NeoX's one optimizer in plain torch.
+# A tiny model without fused kernels, which need a GPU; sm3 is NeoX's one optimizer in plain torch.
 MODEL = yaml.safe_load(f"""
 {{num_layers: {LAYERS}, hidden_size: 32, num_attention_heads: 4, seq_length: {ROW},
   max_position_embeddings: {ROW}, pos_emb: learned, no_weight_tying: true, hidden_dropout: 0,
@@ -50,7 +50,7 @@ MODEL = yaml.safe_load(f"""
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """One run: how many ranks, which of NeoX's settings, which data."""
+    """One run: its number of ranks, NeoX's settings, and its data."""
 
     name: str
     ranks: int
@@ -137,7 +137,7 @@ def write_tokenizer(corpus: Corpus, path: Path) -> None:
 
 
 def run(tree: Path, layout: Layout, corpus: Corpus, folder: Path, **more: Any) -> str:
-    """Run the layout through deepy.py, with more settings; what it logged. Records are in the
+    """Run the layout through deepy.py, with more settings; return the log. Records are in the
     folder."""
     folder.mkdir(parents=True)
     for name in ("deepy.py", "train.py"):

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def run(tree: Path, folder: Path, launch: list[str], *arguments: str) -> str:
-    """``launch_bridge.py`` by torchrun, or as one process; what was logged."""
+    """Run ``launch_bridge.py`` by torchrun, or as one process; return the log."""
     env = environment(CORES[-1])
     paths = (str(tree / "src"), env["PYTHONPATH"], os.environ.get("PYTHONPATH", ""))
     env |= {"PYTHONPATH": os.pathsep.join(paths), "RANK": "0", "WORLD_SIZE": "1"}

@@ -24,7 +24,7 @@ HOST = "Megatron-DeepSpeed"
 
 pytestmark = marks_of(TREES, "MEGATRON_DEEPSPEED", "Megatron-DeepSpeed")
 
-# As docs/guides/megatron_deepspeed.md has it.
+# Flags of docs/guides/megatron_deepspeed.md.
 SCRIPT = """import runpy
 
 from megapack.integrations.hosts import megatron_deepspeed
@@ -34,7 +34,7 @@ runpy.run_path("pretrain_gpt.py", run_name="__main__")
 """
 PACKED = "--use-flash-attn-v2 --dataloader-type single --pipeline-model-parallel-size 1"
 
-# A tiny model. bf16, since the host hands flash-attn nothing else.
+# A tiny model, in bf16, because the host calls flash-attn with no other dtype.
 MODEL = f"""
     --num-layers {LAYERS} --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64
     --seq-length {ROW} --max-position-embeddings {ROW} --bf16
@@ -47,7 +47,7 @@ MODEL = f"""
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """One run: how many ranks, which of the host's flags, which data."""
+    """One run: its number of ranks, the host's flags, and its data."""
 
     name: str
     ranks: int
@@ -96,7 +96,7 @@ def data_flags(corpus: Corpus, data: str) -> list[str]:
 
 
 def engine_flags(layout: Layout, folder: Path) -> list[str]:
-    """The configuration of DeepSpeed, which repeats what the flags say."""
+    """Return the configuration of DeepSpeed, which repeats the values of the flags."""
     config = {
         "train_batch_size": STEP_ROWS,
         "train_micro_batch_size_per_gpu": layout.micro_batch,
@@ -111,7 +111,7 @@ def engine_flags(layout: Layout, folder: Path) -> list[str]:
 
 
 def run(tree: Path, layout: Layout, corpus: Corpus, folder: Path, *more: str) -> str:
-    """Run the layout under DeepSpeed's launcher, with more flags; what it logged. Records are in
+    """Run the layout under DeepSpeed's launcher, with more flags; return the log. Records are in
     the folder."""
     folder.mkdir(parents=True)
     (folder / "pretrain_gpt.py").symlink_to(tree / "pretrain_gpt.py")

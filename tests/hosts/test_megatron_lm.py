@@ -38,7 +38,7 @@ Known = dict[Any, Any]
 def known() -> Known:
     """Rows by their number, for every kind of data: the same in all runs of all releases.
 
-    And the loss of the first step with its gradient: of one release the same for all ranks.
+    Also the loss and the gradient of the first step: equal for all ranks of one release.
     """
     return {}
 

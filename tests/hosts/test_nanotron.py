@@ -29,7 +29,7 @@ pytestmark = marks_of(TREES, "NANOTRON", "nanotron")
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """One run: how many ranks along each kind of parallelism, which data, what else."""
+    """One run: its ranks along each kind of parallelism, its data and other options."""
 
     name: str
     data_parallel: int = 1
@@ -58,7 +58,7 @@ LAYOUTS = (
 )
 
 
-# nanotron's, of a tiny Qwen2; what depends on the layout follows in ``configuration``.
+# nanotron's options of a tiny Qwen2; ``configuration`` adds those that depend on the layout.
 CONFIGURATION = f"""
 checkpoints: {{checkpoint_interval: 2}}
 general: {{project: test, run: test, seed: 1}}
@@ -96,7 +96,7 @@ def configuration(layout: Layout, corpus: Corpus, saved: Path, resume: bool) -> 
         {"name": f"stage {i}", "start_training_step": 1 + i, "data": data}
         for i in range(layout.stages)
     ]
-    # One of its checks wants the states of all ranks alike, also where ZeRO shards them.
+    # One of its checks requires equal states on all ranks, although ZeRO shards them.
     tree["general"]["ignore_sanity_checks"] = layout.zero > 0
     tree["model"]["dtype"] = layout.dtype
     tree["model"]["model_config"]["vocab_size"] = corpus.vocabulary + corpus.vocabulary % 2
@@ -138,7 +138,7 @@ def run(
     saved: Path | None = None,
     **variables: str,
 ) -> str:
-    """Run the layout; what it logged."""
+    """Run the layout; return the log."""
     started = command(layout, corpus, folder, saved)
     around = environment(tree, folder) | variables
     return finish(started, folder, around, f"{layout.name} on {tree}")

@@ -31,7 +31,7 @@ pytestmark = marks_of(TREES, "OLMO_CORE", "OLMo-core")
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """One run: how many ranks, which options of the example, which data."""
+    """One run: its number of ranks, options of the example, and its data."""
 
     name: str
     ranks: int = 1
@@ -78,7 +78,7 @@ def run(
     save: Path | None = None,
     **variables: str,
 ) -> str:
-    """Run the layout; what it logged."""
+    """Run the layout; return the log."""
     around = environment(tree, folder) | variables
     return finish(
         command(layout, corpus, save or folder), folder, around, f"{layout.name} on {tree}"

@@ -37,7 +37,7 @@ pytestmark = marks_of(TREES, "TORCHTITAN", "torchtitan")
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """One run: how many ranks, which of torchtitan's options, which data."""
+    """One run: its number of ranks, torchtitan's options, and its data."""
 
     name: str
     ranks: int = 1
@@ -117,7 +117,7 @@ def environment(tree: Path, layout: Layout, corpus: Corpus, folder: Path) -> dic
 def run(
     tree: Path, layout: Layout, corpus: Corpus, folder: Path, *more: str, **variables: str
 ) -> str:
-    """Run the layout through torchtitan's train.py; what it logged."""
+    """Run the layout through torchtitan's train.py; return the log."""
     around = environment(tree, layout, corpus, folder) | variables
     return finish(command(tree, layout, corpus, *more), folder, around, f"{layout.name} on {tree}")
 

@@ -23,7 +23,7 @@ FOLDERS = trees_of("MEGAPACK_VERL")
 pytestmark = marks_of(FOLDERS, "MEGAPACK_VERL", "verl")
 
 
-# Those of the guide, and what a CPU and a tiny model want.
+# Options of the guide, and those that a CPU and a tiny model need.
 SETTINGS = f"""
     data.custom_cls.path=pkg://megapack.integrations.hosts.verl data.custom_cls.name=SFTRows
     data.max_length={ROW} data.train_batch_size={ROWS_PER_STEP} data.num_workers=1

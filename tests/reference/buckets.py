@@ -26,7 +26,7 @@ class Rules:
     padding_threshold: float = 0.0  # as a share of the capacity
     pairs: bool = False
     shuffle_segments: bool = False
-    # in a sample of the largest bucket; smaller buckets in proportion
+    # in a sample of the largest bucket; proportionally fewer in smaller buckets
     max_segments: int | None = None
 
     def segment_limit(self, capacity: int) -> float:
@@ -37,7 +37,7 @@ class Rules:
 
 @dataclass
 class Pool:
-    """Documents in order of arrival. Among equally long ones the first arrival is taken first."""
+    """Documents in order of arrival. Of documents of equal length, the first to arrive is taken."""
 
     rules: Rules
     chance: Random

@@ -1,7 +1,7 @@
 """Fill-in-the-middle, in plain Python: the definition of csrc/core/gather/fim.hpp.
 
 A transformed document is an ordinary document: ``transform_document`` returns its tokens, samples
-that hold it whole then hold these instead, and ``reference.gather`` defines the batch.
+that contain all of it then contain these instead, and ``reference.gather`` defines the batch.
 
     transform_document("abcde" + eod, cuts 1 and 3)    PSM   PRE a SUF d e MID b c END eod
                                                        SPM   PRE SUF d e MID a b c END eod
@@ -55,7 +55,7 @@ class Fim:
 
 
 def key_of(seed: int, epoch: int, document: int) -> int:
-    """Return the key of a document from its numbers."""
+    """Compute the key of a document from its numbers."""
     return fold_key(seed, PURPOSE, epoch, document)
 
 
@@ -81,7 +81,7 @@ def transform_document(tokens: list[int], fim: Fim, key: int) -> Told:
     return result[::-1]
 
 
-Cut = tuple[int, int]  # before that token, or after so many of its bytes
+Cut = tuple[int, int]  # before that token, or after this many of its bytes
 
 
 def cuts(body: list[int], fim: Fim, key: int) -> tuple[Cut, Cut]:

@@ -88,11 +88,11 @@ def gather(
         samples: the segments of every sample, for the slots in order; missing ones are padding.
         chosen: per document, a label for every token (not shifted), negative for no label.
         joined: (sample, segment) pairs that continue the group of the segment before. With
-            attention ``group`` both are one attention segment; the last token of the document
-            before predicts its first, unless labels stop at documents in words
-            (``label_boundary``), which for attention ``group`` means at groups.
+            attention ``group``, both are one attention segment, and the last token of the previous
+            document predicts the first of the next one (``label_boundary`` "document" then stops
+            labels only at groups).
         weights: per document, the factor on the loss of predicting each of its tokens.
-        factors: of every sample, on its loss mask.
+        factors: factor of every sample on its loss mask.
         window: attention window, tokens; None: no limit.
         columns: a column ``of`` the token has the token's row; one of the target has the row of the
             token that is the label, whether or not a label is chosen.

@@ -1,4 +1,4 @@
-"""Replacement of ``python -m`` subprocesses by forks, which need no imports.
+"""Replacement of ``python -m`` subprocesses with forks, which need no imports.
 
 ``fork_modules`` patches ranks and their subprocesses (the converter of checkpoints). As a script,
 it runs a launcher whose ranks start at once:
@@ -33,7 +33,7 @@ def leave_after(run: Callable[[], Any]) -> NoReturn:
 
 
 def run_module(words: list[str]) -> None:
-    """Run ``python -m`` with these words."""
+    """Run ``python -m`` with these arguments."""
     sys.argv = words
     runpy.run_module(words[0], run_name="__main__", alter_sys=True)
 

@@ -28,7 +28,7 @@ from megapack.training.model.opening import build_model, compute_dtype
 
 
 class Visible(torch.autograd.Function):
-    """Our loss without its custom operation, so that the tracker sees its tensors."""
+    """Compute megapack's loss without its custom operation: the tracker sees its tensors."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, how: Any) -> Any:

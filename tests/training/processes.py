@@ -38,7 +38,7 @@ def environment(**more: str) -> dict[str, str]:
 class Zygote:
     """Process that forks ranks (``zygote.py``).
 
-    ``hurry``: fork also their ``python -m`` subprocesses, and shorten the heartbeat.
+    ``hurry``: also fork their ``python -m`` subprocesses, and shorten the heartbeat.
     """
 
     def __init__(self, *, hurry: bool = False) -> None:
@@ -142,7 +142,7 @@ class Ranks:
 def start_run(
     zygote: Zygote, config: Path, name: str, *overrides: str, ranks: int = 2, **more: Any
 ) -> Ranks:
-    """Start ranks of launch/pretrain.py; ``more`` as in ``Zygote.start``."""
+    """Start ranks of launch/pretrain.py; ``more``: see ``Zygote.start``."""
     argv = [str(PRETRAIN), "--config", str(config)]
     for override in overrides:
         argv += ["--set", override]

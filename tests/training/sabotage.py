@@ -144,7 +144,7 @@ def small_disk(directory: str, size: str) -> None:
 
 
 def slow_forward(seconds: float) -> None:
-    """Delay every forward."""
+    """Delay every forward pass."""
     original = TrainingModel.forward
 
     def forward(self: TrainingModel, *args: Any, **kwargs: Any) -> Any:

@@ -98,7 +98,7 @@ class LabeledSource(Source):
     label_path: str
 
     def open_documents(self) -> SourceDocuments:
-        """Return its documents with their labels, memory-mapped."""
+        """Return the source's documents with their labels, memory-mapped."""
         assert self.prefix is not None
         return LabeledDocuments(IndexedDataset(self.prefix), IndexedDataset(self.label_path))
 

@@ -87,7 +87,7 @@ class PackedBatches:
         weight = next(module.parameters())
         self._probed = []
         module(**{key: value.to(weight.device) for key, value in batch.items()})
-        losses, self._probed = self._probed[0], None  # a second entry is the z-loss
+        losses, self._probed = self._probed[0], None  # the second entry, if any, is the z-loss
         return losses.to(weight.dtype)
 
 

@@ -182,7 +182,7 @@ class PackedOlmoEvaluator(Evaluator):  # type: ignore[misc]
     """Evaluator of the mean loss over all labels of a data path, every document once, for
     ``EvaluatorCallback(evaluators=[...])``.
 
-    Rows without labels fill the last batches, so all ranks have equally many. OLMo-core's
+    Rows without labels fill the last batches, so all ranks have the same number. OLMo-core's
     evaluation derives labels from the tokens of a row, so a document that is cut loses the label at
     the cut. ``loader``: further arguments of ``PackedOlmoLoader``; a rank runs each batch in one
     forward pass.

@@ -414,7 +414,7 @@ class PlannedGRPOMixin:
 
     def _assign(self, rows: dict[str, Any]) -> list[dict[str, Any]]:
         """Return this rank's micro batches of the step's completions. GRPOTrainer gathers
-        metrics per completion, so rows of zeros are appended until all ranks have equally many."""
+        metrics per completion, so rows of zeros make their number equal on all ranks."""
         gathered = self._gather_ranks(rows)
         masks = gathered["completion_mask"] * gathered.get("tool_mask", 1)
         num_labels = masks.sum(1).cpu().numpy()
@@ -496,7 +496,7 @@ class PlannedGRPOMixin:
 def _score(model: Any, ids: Tensor, attention_mask: Tensor, keep: int) -> tuple[Tensor, Tensor]:
     """Return log-probability and entropy of the last `keep` tokens of padded rows, packed."""
     mask = attention_mask.bool()
-    if not mask.any():  # only rows of zeros: forward one token, because every rank must forward
+    if not mask.any():  # only rows of zeros: run one token, because every rank must run the model
         mask = mask.index_fill(1, torch.zeros(1, dtype=torch.int64, device=mask.device), True)
     lengths = mask.sum(1)
     bounds = F.pad(lengths[lengths > 0].cumsum(0), (1, 0)).to(torch.int32)

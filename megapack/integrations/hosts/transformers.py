@@ -224,7 +224,7 @@ class ScheduleOfRun(transformers.TrainerCallback, ExportableState):  # type: ign
             changes += check_record(self.record, saved, allowed, option=option)
         for change in changes:
             logger.warning("the run has changed: %s", change)
-        # Trainer takes the next step with the checkpoint's rate: compare those of the step after.
+        # Trainer takes the next step with the checkpoint's rate: compare later rates.
         self.rates = _rates_after_next(lr_scheduler)
         for now, before in zip(self.rates, kept.get("saved_rates", ()), strict=False):
             for change in rate_change(self.step + 1, now, before):
@@ -247,8 +247,8 @@ def _rates_after_next(scheduler: Any) -> tuple[float, ...]:
 
 
 def _record(args: Any, dataset: PackedDataset, run: Mapping[str, Any]) -> dict[str, Any]:
-    """Return everything that determines a run, except the order of its samples, as JSON. ``run``
-    are the ``model`` and ``processing_class`` of a callback."""
+    """Return everything that determines a run, except the order of its samples, as JSON values.
+    ``run`` has the ``model`` and ``processing_class`` of a callback."""
     model = bare_model(getattr(run["model"], "_orig_mod", run["model"]))
     values = {name: v for name, v in args.to_dict().items() if not name.startswith(_NO_EFFECT)}
     record = flatten(values, "args.")
@@ -281,8 +281,8 @@ class PackedTrainerMixin:
 
     Attributes:
         probe: before training, check the model on two early micro batches (seven forward passes,
-            whose duration is logged; see ``megapack.attention.probe``), and then once that the loss
-            uses the labels.
+            whose duration is logged; see ``megapack.attention.probe``), then check once that the
+            loss uses the labels.
         replay_routes: every token uses the experts that the column ``routes`` of the training
             dataset records for it (``megapack.attention.routes``).
         allow_change: keys that may differ on resume; the error names them.
@@ -397,8 +397,8 @@ class PackedTrainerMixin:
         return self._without_columns(inputs)
 
     def _without_columns(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Return inputs without the columns, and targets of multi-token prediction, that are no
-        arguments of the model: a ``compute_loss`` that uses them is called before this one."""
+        """Return inputs without the columns and targets of multi-token prediction that the model
+        does not accept: a ``compute_loss`` that uses them is called before this one."""
         carried = {name for dataset in self._checked for name in dataset.columns}
         carried.update(name for name in MTP_TARGETS if name in inputs)
         known = inspect.signature(bare_model(self.model).forward).parameters if carried else ()

@@ -56,7 +56,7 @@ def get_seqlen_balanced_partitions(
     seqlen_list: Sequence[Any] | Tensor, k_partitions: int, equal_size: bool
 ) -> list[list[int]]:
     """Split samples into `k_partitions` parts of nearly equal cost (`seqlen_list`, any unit).
-    Return their sample numbers: ascending lists, none empty, of equal length with `equal_size`.
+    Return their sample numbers: ascending lists, not empty, of equal length with `equal_size`.
     Raises ValueError if there are fewer samples than parts, or if equal parts are impossible."""
     costs = np.array([float(cost) for cost in seqlen_list])
     if len(costs) < k_partitions or (equal_size and len(costs) % k_partitions):
@@ -121,7 +121,7 @@ def rearrange_micro_batches(
     exchange = same_micro_num_in_dp and dp_group is not None and dist.is_initialized()
     count, plan = min_num_micro_batch or 1, make_plan(multiple)
     while True:
-        # If one rank must raise, all must: otherwise the others would wait for it.
+        # If one rank must raise, all ranks must: the others would wait for it.
         states = [(plan.num_micro_batches, int(groups[-1]) + 1, longest)]
         if exchange:
             states *= dist.get_world_size(dp_group)

@@ -8,8 +8,9 @@ divide the block, all ranks have the same bucket at every micro step. A row is a
 number of ranks.
 
 A finite set (evaluation) has every sample once: with 5 samples of a bucket, in blocks of 2 rows of
-2 samples, the first block has 4, the second a row with one and an empty row. Missing samples are
-padding without labels, so all batches are full, and sums of losses and labels stay exact.
+2 samples, the first block has 4 samples; the second has a row with one sample and an empty row.
+Missing samples are padding without labels, so all batches are full, and sums of losses and labels
+stay exact.
 
 The steps of a manifest's stages are blocks. A stage added on resume changes no earlier row. (The
 host saves a count, not the program, so nothing detects an edit of earlier stages.)

@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 MANIFEST_SUFFIXES = (".json", ".yaml", ".yml")
 SMALLEST_DEFAULT_BUCKET = 256
 MOST_DEFAULT_BUCKETS = 5
-# Options that a stage of a host's rows may have. The host sets the sizes of rows and steps.
+# Options that a stage of a host's rows may have; the host sets the sizes of rows and steps.
 STAGE_FIELDS = frozenset(
     {"from_step", "from_tokens", "weights", "order", "num_cycles", "skip_steps", "exclude", "ramp"}
     | {"attention_window", "window_steps", "fim_rates"}
@@ -295,8 +295,8 @@ def open_rows(
             throughout.
         num_rows, finite: see ``RowDataset``. A finite set ignores the manifest's rows_per_block,
             stages and attention window.
-        cache_directory: the host's; None: ``megapack-cache`` in the folder of the first source, if
-            that is a local path.
+        cache_directory: that of the host; None: ``megapack-cache`` in the folder of the first
+            source, if that is a local path.
     """
     trains = split[0] == 0 and not finite
     stages = manifest.stages if trains else ()
@@ -355,7 +355,7 @@ def _index_of(
     where: str | Path | None,
     fim_room: int,
 ) -> SourceIndex | None:
-    """Return the samples of one source's split, None if it has no tokens."""
+    """Return the samples of one source's split; None: it has no tokens."""
     begin, end = (round(part * dataset.num_documents) for part in split)
     if begin == end:
         return None

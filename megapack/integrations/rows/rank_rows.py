@@ -165,7 +165,7 @@ class RankRows:
             )
         self.consumed_rows = consumed_rows
 
-    # ---- Probe of the host's own forward on its first micro batch
+    # ---- Probe of the host's own forward pass on its first micro batch
 
     def probe(
         self,
@@ -185,7 +185,7 @@ class RankRows:
             forward: maps a batch in the dialect to the loss of every token
                 (``megapack.integrations.probe``).
             received: the micro batch as it reached the host's model, ``module``.
-            consumed_rows: rows before ``received``; None: it is the last yielded batch.
+            consumed_rows: rows before ``received``; None: ``received`` is the last yielded batch.
         """
         if consumed_rows is None:
             consumed_rows = self.consumed_rows - self.rows_per_micro_step
@@ -251,12 +251,12 @@ def model_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class MicroBatches(Dataset[dict[str, Any]]):
-    """Micro batches of one rank in order: item i is the input of the i-th forward. Raises
-    ConfigError if sizes do not fit.
+    """Micro batches of one rank in order: item i is the input of the i-th forward pass.
+    Raises ConfigError if sizes do not fit.
 
     Args:
         schedule: schedule of the dataset, the same on all ranks.
-        micro_batch_tokens: tokens of one forward of one rank.
+        micro_batch_tokens: tokens of one forward pass of one rank.
         data_parallel_rank, data_parallel_size: place of this rank; ``PackedTrainer`` sets them.
         num_steps: optimizer steps from the beginning of the run; None: one epoch.
         options: options of ``BucketBatchSampler`` (dealing, pad_last).
@@ -342,7 +342,7 @@ class MicroBatches(Dataset[dict[str, Any]]):
 
     @property
     def num_micro_steps(self) -> int:
-        """Forwards of a rank per optimizer step: ``gradient_accumulation_steps``. Raises
+        """Forward passes of a rank per optimizer step: ``gradient_accumulation_steps``. Raises
         ConfigError if it differs between stages; Trainer has one number for all steps."""
         stages = self.schedule.stages
         counts = {stage.begin: self.sampler.num_micro_steps(stage.begin) for stage in stages}
@@ -395,7 +395,7 @@ class MicroBatches(Dataset[dict[str, Any]]):
         return self._step[1][micro_step]
 
     def _prefetch(self, i: int) -> MicroBatch:
-        """Return ``_choose(i)``; prefetch the next ones for callers that read in order."""
+        """Return ``_choose(i)``; prefetch the next items for callers that read in order."""
         expected, micro_batches = self._prefetched
         if i != expected:
             following = map(self._choose, range(i, len(self)))

@@ -45,8 +45,9 @@ from megapack.integrations.rows.open_rows import MANIFEST_SUFFIXES, Manifest, op
 # tensor-parallel ranks; ``get_ltor_masks_and_position_ids`` returns that mask and those positions;
 # and flash-attn's functions attend segment by segment.
 #
-# The wrappers share the current micro batch in a global variable. So its forward, recomputation and
-# backward must end before the next is read: ``require_one_stage`` refuses longer pipelines.
+# The wrappers share the current micro batch in a global variable. So its forward pass,
+# recomputation and backward pass must end before the next one is read: ``require_one_stage``
+# refuses longer pipelines.
 
 SPLITS = ("train", "valid", "test")
 SIDE_KEYS = (BOUNDARIES, POSITIONS, MASK)  # keys of a sample in addition to "text"
@@ -67,7 +68,7 @@ _current: CurrentBatch | None = None
 
 
 def current() -> CurrentBatch | None:
-    """Return the micro batch that was read last, None before the first."""
+    """Return the micro batch that was read last; None: none was read yet."""
     return _current
 
 
@@ -154,7 +155,7 @@ def wrap_flash_attn_func(
 
 
 def wrap_flash_attn_varlen_func(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap ``flash_attn_varlen_func``: replace the boundaries of rows by those of segments."""
+    """Wrap ``flash_attn_varlen_func``: replace the boundaries of rows with those of segments."""
 
     @functools.wraps(stock)
     def flash_attn_varlen_func(
@@ -184,8 +185,8 @@ def _check_row(num_tokens: int, batch: CurrentBatch) -> None:
 def hand_over_boundaries(rebinding: Rebinding, parallel: str, *importers: str) -> None:
     """Wrap the functions that pass boundaries, positions and mask to attention and loss.
 
-    ``parallel`` is the host's module with ``broadcast_data``; ``importers`` are those that import
-    flash-attn's function by name. Raises ConfigError if the host lacks one of the names.
+    ``parallel`` is the host's module with ``broadcast_data``; ``importers`` are its modules that
+    import flash-attn's function by name. Raises ConfigError if the host lacks one of the names.
     """
     flash = importlib.import_module("flash_attn.flash_attn_interface")
     stock = flash.flash_attn_varlen_func
@@ -273,7 +274,7 @@ def whole_sets(parts: Sequence[TextRowDataset | None]) -> int:
 
 
 def of_first_rank(number: int) -> int:
-    """Return rank 0's number on all ranks: ranks without a loader do not know it."""
+    """Return rank 0's number on all ranks, because ranks without a loader do not know it."""
     numbers = [number]
     if dist.is_initialized():
         dist.broadcast_object_list(numbers, src=0)
@@ -328,7 +329,7 @@ def build_text_rows(
     varlen: bool,
     times: int | None = None,
 ) -> TextRowDataset | None:
-    """Return the rows of one split of a data path, None if it is empty. Raises ConfigError for
+    """Return the rows of one split of a data path; None: it is empty. Raises ConfigError for
     attention windows without varlen.
 
     Args:

@@ -98,7 +98,7 @@ class RunDirectory:
         The first rank holds a kernel lock, which the kernel releases when the process exits.
         ``end.json`` contains "running" until the run ends, and still does after a SIGKILL.
 
-        Raises LockedError: another run holds the lock; the message names its host and process.
+        Raises LockedError if another run holds the lock; the message names its host and process.
         """
         world.on_first(self._hold)
         self._is_held = True
@@ -251,7 +251,7 @@ class CheckpointManifest:
         """Read the manifest of checkpoint ``directory``, whose name states its step, or from
         ``path``.
 
-        Raises ResumeError: it cannot be read, is damaged, or belongs to another step.
+        Raises ResumeError if it cannot be read, is damaged, or belongs to another step.
         """
         path = path or directory / MANIFEST
         try:

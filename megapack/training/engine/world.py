@@ -56,7 +56,7 @@ class RankProgress:
 
     @contextmanager
     def while_written(self, folder: Path, place: str) -> Iterator[None]:
-        """During the block, count it as progress when another process writes into ``folder``."""
+        """Count writes of another process into ``folder`` as progress, until the block ends."""
         done = threading.Event()
 
         def watch() -> None:
@@ -93,7 +93,7 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """This rank writes the files that only one rank may write."""
+        """True for the rank that writes the files that only one rank may write."""
         return self.rank == 0
 
     def gather(self, value: T) -> list[T]:

@@ -193,7 +193,7 @@ def _embeds_or_computes_loss(vp_stage: int | None) -> bool:
 
 def loss_func(loss_mask: Tensor | None, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Return the summed loss, its number of label tokens, and the report that megatron-core 0.16
-    averages. Run with ``--calculate-per-token-loss``: otherwise the loss of every micro batch is
+    averages. Run with ``--calculate-per-token-loss``: without it, the loss of every micro batch is
     divided by its own number of label tokens, so tokens weigh more in micro batches with few."""
     assert loss_mask is not None, "only the last pipeline stage computes a loss"
     mask = loss_mask.flatten().float()
@@ -204,7 +204,7 @@ def loss_func(loss_mask: Tensor | None, output: Tensor) -> tuple[Tensor, Tensor,
 
 
 def forward_step(data_iterator: Iterator[Any] | None, model: Any) -> tuple[Tensor, Any]:
-    """Run a forward step with ``get_batch``, for scripts that have no forward step."""
+    """Run a forward step with ``get_batch``, for scripts without a forward step of their own."""
     tokens, labels, loss_mask, mask, position_ids, params = get_batch(
         data_iterator, _virtual_stage(model)
     )

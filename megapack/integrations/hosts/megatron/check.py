@@ -373,7 +373,7 @@ def _one_rank(job: tuple[RankLayout, RankPlace, argparse.Namespace]) -> RankRepo
 
 
 def _report(world: RankLayout, reports: list[RankReport]) -> Iterator[str]:
-    """Print the steps; yield a message for each way in which ranks disagree."""
+    """Print the steps; yield a message for each difference between ranks."""
     data_ranks, others = reports[: world.data], reports[world.data :]
     first = data_ranks[0]
     rows = ", ".join(f"{name} {count:,}" for name, count in first.num_rows.items())

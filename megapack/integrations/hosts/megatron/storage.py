@@ -176,7 +176,7 @@ class IndexedDatasetBuilder(storage.IndexedDatasetBuilder, stock.IndexedDatasetB
             documents: ``awkward.Array`` of token ids, or a sequence of lists of them.
             modes: mode of every document, if multimodal; default 0.
             eod_token: appended to every document.
-            chunk_size: documents to join in memory at once.
+            chunk_size: number of documents to join in memory at once.
         """
         if modes is not None and len(modes) != len(documents):
             raise DataError(
