@@ -33,7 +33,7 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
 def over_ranks(configuration: Any, group: Any) -> Callable[[Attention], Attention]:
     """Return a decorator that makes an attention function work on slices of tokens.
 
-    The decorated function exchanges tokens between ranks if the model's forward gets a
+    The decorated function exchanges tokens between ranks if the model's ``forward`` gets a
     ``sequence_parallel_size`` above 1; then all ranks of the group must call it. Raises ConfigError
     if their number does not divide the
     heads.

@@ -31,9 +31,9 @@ from megapack.packing import SampleIndex
 
 # ---- Attention work of an index, and its imbalance over the ranks of a step ----------------------
 # With attention inside documents, the work of a sample is the sum of its squared segment lengths;
-# padding is a segment, too. All ranks of a step get samples of one bucket and equally many tokens,
-# so only attention work differs between them. The estimate draws steps and assigns their samples as
-# training does (``megapack.data.sampler``).
+# padding is a segment, too. All ranks of a step get samples of one bucket and equal
+# numbers of tokens, so only attention work differs between them. The estimate draws steps and
+# assigns their samples as training does (``megapack.data.sampler``).
 
 AttentionScope = Literal["document", "sample"]
 Dealing = Literal["balanced", "random"]

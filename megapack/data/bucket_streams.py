@@ -46,8 +46,8 @@ class CostWindows(NamedTuple):
     """Groups of consecutive draws of a bucket whose samples are sorted by cost.
 
     The blend decides which source gives each sample of a window. Within the window, every source
-    reorders its samples of an epoch: the draws have random ranks, and samples of rising cost go to
-    draws of rising rank:
+    reorders its samples of an epoch: the draws have random ranks, and samples of ascending cost go
+    to draws of ascending rank:
 
         draws of a window, of ranks 1, 2, 0      costs of web      costs of code
         as shuffled                              9 2 | 5 5 | 1 7     4 | 1 | 6
@@ -60,9 +60,9 @@ class CostWindows(NamedTuple):
     windows.
 
     Attributes:
-        num_draws: of a window.
-        samples_per_draw: of the bucket.
-        key: of the ranks of the draws.
+        num_draws: draws of a window.
+        samples_per_draw: samples of the bucket in a draw.
+        key: random key of the ranks of the draws.
         cost: global ids of samples of the bucket -> the cost of each.
         moves: returns the remaining moves of windows of earlier stages.
     """
@@ -345,7 +345,7 @@ def _sort_in_groups(values: NDArray[Any], group: Ids) -> Ids:
 
 
 def _epochs_of_runs(window: _Range, sizes: Ids) -> Ids:
-    """Return a rising number for every sample, equal within one epoch of one source."""
+    """Return an ascending number for every sample, equal within one epoch of one source."""
     which, begins, counts, _, _ = window
     epochs = _epochs(which, begins, counts, sizes)
     changes = np.diff(np.repeat(which, counts)) | np.diff(epochs)
@@ -377,11 +377,11 @@ def bucket_streams(
 
     Args:
         buckets: ``buckets_of`` at least one index.
-        weights: of every source: its share of the tokens; 0: leave it out; None: its tokens decide.
-        seed: of the shuffles.
+        weights: share of every source in the tokens; 0: leave it out; None: its tokens decide.
+        seed: random seed of the shuffles.
         shuffled: False: samples in the order of their index.
         starts: samples taken before.
-        orders: by score, or of an arranged source, instead of a shuffle.
+        orders: orders by score, or of an arranged source, that replace the shuffle.
         windows: capacity -> cost windows of the bucket; None: samples are not sorted by cost.
     """
     counted = np.zeros(len(weights), np.int64)

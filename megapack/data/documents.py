@@ -385,7 +385,7 @@ def carried_columns(
 
 
 def end_tokens(datasets: Iterable[SourceDocuments]) -> dict[int | None, str]:
-    """Return the tokens that end documents in meta files, each with a dataset that names it.
+    """Return the end-of-document tokens in meta files, each with a dataset that names it.
 
     The key None stands for datasets without this information.
     """

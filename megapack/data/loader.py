@@ -249,7 +249,7 @@ def build_loader(
     Args:
         dataset: the data, opened with the schedule's index.
         schedule: the same on all ranks.
-        micro_batch_tokens: tokens of one forward of one rank, padding included.
+        micro_batch_tokens: tokens of one forward pass of one rank, padding included.
         layout .. cu_seqlens_per_row: see ``BatchLayout``; row_tokens is the schedule's by default.
         prefetch: batches that the thread prepares in advance; 0: no thread.
         read_ahead: micro batches for which documents are requested from the disk in advance.

@@ -103,7 +103,7 @@ def assign(
         costs: (samples,) int64 attention work; a multiple of ``num_micro_batches`` samples.
         num_ranks: data-parallel ranks. If they do not divide the micro batches, the first ranks
             have one more.
-        num_micro_batches: of all ranks together.
+        num_micro_batches: number of micro batches of all ranks together.
         how: ``balanced``, or ``in_order`` of the schedule.
     """
     size = len(costs) // num_micro_batches
@@ -149,7 +149,7 @@ class BucketBatchSampler(Sampler[MicroBatch]):
         schedule: the same on all ranks.
         data_parallel_rank, data_parallel_size: this rank and the number of ranks; the ranks of a
             group that shares samples (``sequence_parallel_size``) count one by one.
-        micro_batch_tokens: tokens of one forward of one rank, padding included.
+        micro_batch_tokens: tokens of one forward pass of one rank, padding included.
         start_step: first step, counted from the beginning of the run.
         num_steps: number of steps; None: to the end of the first epoch.
         dealing: ``balanced``: equal attention work per rank; ``in_order``: as scheduled.
@@ -158,7 +158,7 @@ class BucketBatchSampler(Sampler[MicroBatch]):
             fewer nodes; False: refuse such sizes. Unlike torch's ``drop_last``, it drops nothing.
         sequence_parallel_size: consecutive ranks that share the samples longer than
             micro_batch_tokens (``ranks_per_micro_batch``).
-        samples: of the dataset that gathers them; None: the schedule's.
+        samples: samples of the dataset that gathers them; None: those of the schedule.
         weighted_loss: the caller multiplies losses by ``loss_mask`` and divides their sum by
             ``step_label_weight``. Required if sources or tokens have loss weights, or if ``loss``
             is not token_mean.
@@ -362,9 +362,9 @@ def weigh_step(schedule: Schedule, content: Step, samples: SampleSource) -> Step
     """Return the factors and the denominator of the losses of a step.
 
     Args:
-        schedule: of the run.
-        content: of the step.
-        samples: of the dataset that gathers them.
+        schedule: schedule of the run.
+        content: content of the step.
+        samples: samples of the dataset that gathers them.
     """
     totals = samples.label_totals(content.sample_ids, content.view)
     num_labels, loss = int(totals.labels.sum()), samples.mixture.loss
@@ -388,7 +388,7 @@ def refuse_token_weights(samples: SampleSource, refuse: Callable[[str, str], NoR
     """Call ``refuse`` if loss masks have weights, for callers that only count labels.
 
     Args:
-        samples: of the run.
+        samples: samples of the run.
         refuse: raises; its arguments are the problem and the option to leave out.
     """
     weighted = [

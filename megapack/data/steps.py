@@ -203,7 +203,7 @@ class StepConfig:
 
         Args:
             num_ranks: data-parallel size.
-            tokens: tokens of a micro batch, one forward of one rank.
+            tokens: tokens of a micro batch, one forward pass of one rank.
             pad_last: True if some ranks may get an empty micro batch.
             where: prefix of the error message.
 
@@ -367,7 +367,7 @@ class DrawOrder:
     """Endless sequence of draws, numbered from 0.
 
     Attributes:
-        samples_per_epoch: samples of every bucket in an epoch, by rising capacity.
+        samples_per_epoch: samples of every bucket in an epoch, by ascending capacity.
         samples_per_draw: samples in a draw, for every bucket.
         order: order of the draws inside a cycle.
         num_cycles: cycles per epoch.

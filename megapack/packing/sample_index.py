@@ -1,6 +1,6 @@
 """``SampleIndex``: the segments of documents in each sample.
 
-Samples are numbered by rising capacity, segments by sample. Documents of 5, 3, 9 and 2 tokens in
+Samples are numbered by ascending capacity, segments by sample. Documents of 5, 3, 9 and 2 tokens in
 buckets of 4 and 8; the third is longer than both buckets, so its last token is a second segment:
 
     bucket_capacity         4, 8

@@ -13,9 +13,10 @@ ranks of which one has twice the work: the others wait.
     step = AssignedStep.of_attention([[1.0, 1.0, 1.0, 2.0]])
     simulate_step(step, Cluster(data_parallel=4)).over_ideal  # -> 1.6
 
-A model: time is predicted work (``StepPlan.cost``); a backward takes two forwards; pipeline stages
-are equal; an exchange of keys and values overlaps with the attention of its micro batch. It ignores
-other communication, optimizer, input, memory, and kernels that are slower on short documents.
+A model: time is predicted work (``StepPlan.cost``); a backward pass takes as long as two forward
+passes; pipeline stages are equal; an exchange of keys and values overlaps with the attention of its
+micro batch. The model ignores other communication, optimizer, input, memory, and kernels that are
+slower on short documents.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ class BatchTrace:
 class Trainer:
     """State of the training loop, the same on all ranks.
 
-    ``find(tokens)`` returns the newest good checkpoint of no more tokens, and its store.
+    ``find(tokens)`` returns the newest good checkpoint of at most that many tokens, and its store.
     ``record`` is the result of ``run_record``, for checkpoints.
     """
 
@@ -151,7 +151,7 @@ class Trainer:
         self.profiler = StepProfiler(run.profile, world, profile)
         self.to_probe = config.model.probe and config.engine.sequence_parallel_size == 1
         self.agreement = Agreement(world.group)
-        self.saved = self.begun = start  # steps of complete and started checkpoint
+        self.saved = self.begun = start  # step of the last checkpoint: complete; begun
         self.batches = TimedBatches(())
         self.resume(inputs, start)
 

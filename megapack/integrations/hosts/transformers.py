@@ -224,7 +224,7 @@ class ScheduleOfRun(transformers.TrainerCallback, ExportableState):  # type: ign
             changes += check_record(self.record, saved, allowed, option=option)
         for change in changes:
             logger.warning("the run has changed: %s", change)
-        # Trainer takes the next step with the checkpoint's rate: compare later rates.
+        # Trainer takes the next step with the checkpoint's rate: compare the rates after that.
         self.rates = _rates_after_next(lr_scheduler)
         for now, before in zip(self.rates, kept.get("saved_rates", ()), strict=False):
             for change in rate_change(self.step + 1, now, before):

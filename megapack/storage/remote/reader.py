@@ -426,7 +426,7 @@ def exists(prefix: str) -> bool:
 
 
 def find_objects(urls: Iterable[str]) -> list[RemoteObject | None]:
-    """Return the present version of each object, or None. Raises the errors of
+    """Return the current version of each object, or None. Raises the errors of
     ``RemoteObject.read``, except that an object may be missing."""
     with ThreadPoolExecutor(len(_SUFFIXES)) as pool:
         return list(pool.map(find_object, urls))

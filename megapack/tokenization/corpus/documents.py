@@ -255,8 +255,8 @@ class Faults:
         """Count one document. Raises DataError if ``on_error`` is "fail", except for benign kinds.
 
         Args:
-            kind: short name of the fault ("malformed JSON"), by which it is counted.
-            place: of the document.
+            kind: short name of the fault ("malformed JSON"), under which it is counted.
+            place: place of the document.
             detail: more about the fault, for the DataError.
         """
         if kind not in _BENIGN and self.on_error == "fail":
@@ -277,7 +277,7 @@ class Faults:
         """Count many documents of one kind. Raises as ``record``.
 
         Args:
-            rows: of the documents.
+            rows: rows of the documents.
             place, detail: called with a row, for the few rows that are shown.
         """
         if len(rows):

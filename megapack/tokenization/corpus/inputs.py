@@ -166,7 +166,7 @@ def find_inputs(
         inputs: paths, glob patterns (``**`` crosses directories), directories.
         suffixes: files to take from directories (``.py``, or a pattern like ``train-*.jsonl``); by
             default ``DATA_SUFFIXES``.
-        format: of all files; None: by suffix.
+        format: format of all files; None: decided by suffix.
         max_bytes: stop before the file that would make the sum of sizes exceed this.
         note: called with one sentence, with a count, for every kind of file that is not read.
 

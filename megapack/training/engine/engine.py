@@ -166,7 +166,7 @@ def start_engine(model: TrainingModel, config: PretrainConfig, world: World) -> 
         if name in buffers and buffer.dtype != buffers[name].dtype:
             buffer.data = buffers[name].to(world.device)
     if config.engine.stage == 3:
-        # ``linear_cross_entropy`` reads the head's weight outside the head's own forward.
+        # ``linear_cross_entropy`` reads the head's weight outside the head's own forward pass.
         head = model.model.get_output_embeddings()  # type: ignore[operator]
         deepspeed.zero.register_external_parameter(model, head.weight)
     if config.engine.compile:

@@ -51,7 +51,7 @@ class TrainingModel(nn.Module):
         z_loss: coefficient of the z-loss (``linear_cross_entropy``).
         distill: distillation from a teacher; None: none.
         sequence_group: process group of the ranks that share long samples.
-        replays: replay ``expert_routes`` of a forward; False: ignore them.
+        replays: replay ``expert_routes`` of a forward pass; False: ignore them.
     """
 
     def __init__(
