@@ -28,11 +28,12 @@ from megapack.data import (
     flex_block_mask,
     segment_ids,
 )
+from megapack.data import documents as documents_module
 from megapack.data.batch import column_names
 from megapack.data.fim import Fim as CoreFim
 from megapack.data.steps import StepView
 from megapack.errors import ConfigError, FormatError
-from megapack.packing import SampleIndex, pack, shard_packing
+from megapack.packing import SampleIndex, pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from megapack.storage.columns import INTERPRETED, LABELS, WEIGHTS
 from tests.data.corpora import (
@@ -522,8 +523,8 @@ def test_chosen_labels_are_checked_too(tmp_path: Path) -> None:
 def test_large_file_without_metadata_is_sampled_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(shard_packing, "_BLOCKS", 4)
-    monkeypatch.setattr(shard_packing, "_BLOCK_ROWS", 8)
+    monkeypatch.setattr(documents_module, "_BLOCKS", 4)
+    monkeypatch.setattr(documents_module, "_BLOCK_TOKENS", 8)
     tokens = [1] * 400
     tokens[-400 // 4 :] = [50] * 100
     data = packed(forget(write_documents(tmp_path / "text", [tokens])))
