@@ -415,27 +415,23 @@ class Buffers(dict[str, torch.Tensor]):
     """Memory of one micro batch: tensors by name, reused for several batches.
 
     Args:
-        memory: uint8 tensors, 1-D.
+        tensors: by name, with the same leading dimensions.
+        arrays: the same memory for C++, flat: bytes for columns, else numbers.
         columns: the columns among them.
-        shape: leading dimensions of the tensors.
+        num_leading: number of leading dimensions.
     """
 
     def __init__(
-        self, memory: Mapping[str, torch.Tensor], columns: Columns, shape: tuple[int, ...]
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        arrays: dict[str, NDArray[Any]],
+        columns: Columns,
+        num_leading: int,
     ) -> None:
-        fields = _fields(columns)
-        super().__init__(
-            {
-                n: bytes_.view(fields[n].dtype).view(*shape, *fields[n].shape)
-                for n, bytes_ in memory.items()
-            }
-        )
-        self.columns = columns
-        # Arrays for C++, flat.
-        self.arrays = {name: memory[name].numpy().view(dtype) for name, dtype in _NUMPY.items()}
+        super().__init__(tensors)
+        self.arrays, self.columns, self._leading = arrays, columns, num_leading
         # An argument for C++, if there are columns.
-        self.column_arrays = ([memory[name].numpy() for name in columns],) if columns else ()
-        self._leading = len(shape)
+        self.column_arrays = ([arrays[name] for name in columns],) if columns else ()
         self._shaped: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}
 
     def shaped(self, shape: tuple[int, int]) -> dict[str, torch.Tensor]:
@@ -456,13 +452,14 @@ def allocate(
 ) -> Buffers:
     """Return new buffers for micro batches of ``num_tokens`` tokens, and for columns
     (``PackedDataset.columns``)."""
-    columns = columns or {}
-    options: dict[str, Any] = {"dtype": torch.uint8, "pin_memory": pin_memory}
-    memory = {
-        name: torch.empty(num_tokens * field.token_bytes, **options)
-        for name, field in _fields(columns).items()
-    }
-    return Buffers(memory, columns, (num_tokens,))
+    options: dict[str, Any] = {"pin_memory": pin_memory}
+    tensors = {n: torch.empty(num_tokens, dtype=t, **options) for n, t in PER_TOKEN.items()}
+    arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
+    for name, spec in (columns or {}).items():
+        dtype, shape = getattr(torch, spec.dtype), (num_tokens, *spec.shape)
+        tensors[name] = torch.empty(shape, dtype=dtype, **options)
+        arrays[name] = tensors[name].view(-1).view(torch.uint8).numpy()
+    return Buffers(tensors, arrays, columns or {}, 1)
 
 
 class ReusedBuffers:
@@ -477,16 +474,23 @@ class ReusedBuffers:
     def __init__(self, columns: Columns | None = None) -> None:
         self._pool = _core.MemoryPool(self.MAX_BLOCKS)
         self._columns = columns or {}
-        self._bytes = {name: field.token_bytes for name, field in _fields(self._columns).items()}
+        self._fields = _fields(self._columns)
+        self._token_bytes = sum(field.token_bytes for field in self._fields.values())
 
     def take(self, rows: int, row_tokens: int) -> Buffers:
         """Return buffers of the given shape, not cleared."""
         num_tokens = rows * row_tokens
-        memory, begin = {}, 0
-        block = self._pool.take(num_tokens * sum(self._bytes.values()))
-        for name, token_bytes in self._bytes.items():
-            end = begin + num_tokens * token_bytes
+        tensors, arrays, begin = {}, {}, 0
+        block = self._pool.take(num_tokens * self._token_bytes)
+        for name, field in self._fields.items():
+            end = begin + num_tokens * field.token_bytes
             # A tensor keeps a reference to its array, and the array to the block.
-            memory[name] = torch.from_numpy(block[begin:end])
+            arrays[name] = block[begin:end]
+            if field.is_column:
+                numbers = torch.from_numpy(arrays[name]).view(field.dtype)
+                tensors[name] = numbers.view(rows, row_tokens, *field.shape)
+            else:
+                arrays[name] = arrays[name].view(_NUMPY[name])
+                tensors[name] = torch.from_numpy(arrays[name].reshape(rows, row_tokens))
             begin = end
-        return Buffers(memory, self._columns, (rows, row_tokens))
+        return Buffers(tensors, arrays, self._columns, 2)
