@@ -690,7 +690,7 @@ recompute_without_routes: a recomputed layer uses the routes of the latest forwa
 -         self._set(routes)
 +         self._set(former)
 
-megapack/data/multi_token.py: tests/data/test_multi_token.py
+megapack/data/batch.py: tests/data/test_multi_token.py
 mtp_across_segments: targets cross the ends of documents
 -         inside = segments[:, depth:] == segments[:, :-depth]
 +         inside = segments[:, depth:] >= segments[:, :-depth]

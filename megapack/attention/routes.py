@@ -6,8 +6,8 @@
 
 In reinforcement learning, the model that generated a text and the trained model choose slightly
 different experts for the same tokens, because kernels and weights differ. With replay, the trained
-model uses the experts chosen during generation, with the weights of its own router (here they are
-normalized to a sum of 1)::
+model uses the experts chosen during generation; its router computes their weights (normalized to a
+sum of 1 here)::
 
     logits of a token        1.0   3.0   2.0   0.5
     softmax                  .09   .63   .23   .05

@@ -182,7 +182,7 @@ SHARED: dict[str, dict[str, Any]] = {
 }
 
 
-# Options of every packing, whatever its strategy.
+# Options of every packing strategy.
 PACKING = ("--groups", "--seed", "--threads", "--alignment", "--fim-room")
 
 

@@ -336,7 +336,7 @@ class BlendConfig:
         )
 
     def without_fim(self: B) -> B:
-        """Return the manifest for documents that must stay as they are, such as held-out ones."""
+        """Return the manifest without fill-in-the-middle, for example for held-out documents."""
         sources = tuple(replace(source, fim_rate=None) for source in self.sources)
         return replace(self, sources=sources, fim=None)
 

@@ -28,8 +28,10 @@ from megapack.data.batch import (
     Bounds,
     Buffers,
     allocate,
+    check_targets,
     cut_bounds,
     longest_position,
+    mtp_targets,
     per_token,
 )
 from megapack.data.blend import BlendConfig, Mixture
@@ -43,7 +45,6 @@ from megapack.data.documents import (
     open_sources,
 )
 from megapack.data.fim import Fim, FimDraw, check_fim, open_fim
-from megapack.data.multi_token import check_targets, mtp_targets
 from megapack.data.sources import Exclusions, LabelTotals, SampleSource, check_has_groups
 from megapack.data.steps import PLAIN, Attention, StepView
 from megapack.errors import ConfigError, FormatError
@@ -100,7 +101,7 @@ class PackedDataset(Dataset[Batch]):
             has ``cu_seqlens_padded``. Pack the samples with a multiple of this ``alignment``;
             otherwise rows must be longer than the capacity.
         num_mtp_targets: targets of multi-token prediction per position, in addition to its label
-            (``megapack.data.multi_token``).
+            (``megapack.data.batch.mtp_targets``).
         mixture: settings of a blend and its run.
         settings: fields that replace those of ``mixture``, such as weights, stages or fim; names
             default to the prefixes.

@@ -124,7 +124,7 @@ class ExclusionPlan:
     draws_before: int
     """Draws of these samples before from_step."""
     last_seen: int | None
-    """Step of the last such draw; None if there is none."""
+    """Step of the last such draw; None without one."""
     draws_since: int
     """Draws of these samples from from_step on."""
     shown_since: int

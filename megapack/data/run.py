@@ -77,7 +77,7 @@ class DataConfig(StepConfig):
     """If the micro batches of a step are not a multiple of the ranks: give the remaining ranks an
     empty micro batch. false: refuse such sizes. Unlike torch's ``drop_last``, it drops nothing."""
     verify: bool = True
-    """Read the .samples files, and up to 1 GiB of .bin files per source, once per node at start and
+    """Read the .samples files, and up to 1 GiB of tokens and columns, once per node at start, and
     compare their checksums."""
     check_ranks_every: int = 100
     """Steps between comparisons of the ranks' next batches; 0: never."""

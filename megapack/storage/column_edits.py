@@ -315,8 +315,8 @@ def export_dataset(
     overwrite: bool = False,
 ) -> None:
     """Write a column of integers as a local dataset with the same sequences and documents, which
-    GPT-NeoX reads as labels. ``prefix`` may be an address. Raises ConfigError if there is no such
-    column, ``output`` exists, or a dataset cannot have the column's type."""
+    GPT-NeoX reads as labels. ``prefix`` may be an address. Raises ConfigError if the column
+    is missing, ``output`` exists, or a dataset cannot have the column's type."""
     dataset = IndexedDataset(prefix)
     column = find_column(dataset.columns, name, dataset.prefix)
     dtype = column.spec.dtype

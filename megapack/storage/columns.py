@@ -195,7 +195,7 @@ def _convert(values: Any, spec: ColumnSpec) -> NDArray[Any]:
     except ValueError as error:
         raise DataError(f"column values have rows of different shapes: {error}") from error
     except TypeError as error:  # for example, for a list of bfloat16 tensors
-        raise DataError(f"column values are no array: {error}; stack them") from error
+        raise DataError(f"column values cannot become an array ({error}); stack them") from error
     stored = spec.numpy_dtype
     if array.dtype.newbyteorder("<") == stored:
         return array.astype(stored, copy=False)
@@ -359,7 +359,7 @@ def column_entries(meta: Mapping[str, Any] | None, where: object) -> dict[str, C
     """Return the columns that a meta file lists, in alphabetical order.
 
     Args:
-        meta: its content; None: there is no meta file, and no columns.
+        meta: its content; None: the dataset has none, and no columns.
         where: its path, for messages.
 
     Raises:

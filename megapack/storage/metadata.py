@@ -24,6 +24,7 @@ from __future__ import annotations
 import glob
 import io
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -151,8 +152,8 @@ def differing_tokens(named: Callable[[str], Iterable[tuple[str, Any]]]) -> Itera
     end with different tokens.
 
     Args:
-        named: returns (prefix, token) of the datasets for a key of ``BOUNDARY_TOKENS``; None stands
-            for no token, "unknown" for a dataset without a meta file.
+        named: returns (prefix, token) of the datasets for a key of ``BOUNDARY_TOKENS``; None
+            means no token, "unknown" for a dataset without a meta file.
     """
     for fact, where in zip(BOUNDARY_TOKENS, ("begin", "end"), strict=True):
         tokens: dict[str, str] = {}  # token -> first dataset that has it
@@ -198,35 +199,36 @@ def has_its_checksums(prefix: str | os.PathLike[str]) -> bool:
     meta = read_meta(prefix)
     if meta is None:
         return False
+    for suffix, stretches in _checksums_of(meta).items():
+        if path_of(prefix, suffix).stat().st_size != sum(size for size, _ in stretches):
+            return False
+    return damaged_file(prefix) is None
+
+
+def _checksums_of(meta: Mapping[str, Any]) -> dict[str, list[Checksum]]:
+    """Return the checksums of .idx, .bin and columns, by suffix."""
     idx = Checksum(meta["idx"]["bytes"], meta["idx"]["xxh3_128"])
-    files = {".idx": [idx], ".bin": bin_checksums(meta)}
-    files |= {f".{name}.col": stretches_of(entry) for name, entry in meta.get(COLUMNS, {}).items()}
-    for suffix, stretches in files.items():
-        with open_regular(path_of(prefix, suffix)) as file:
-            num_bytes = file_identity(file).num_bytes
-            if num_bytes != sum(size for size, _ in stretches) or any(
-                stretch_checksum(file, size) != digest for size, digest in stretches
-            ):
-                return False
-    return True
+    columns = {f".{name}.col": stretches_of(each) for name, each in meta.get(COLUMNS, {}).items()}
+    return {".idx": [idx], ".bin": bin_checksums(meta), **columns}
 
 
-def check_bin(prefix: str | os.PathLike[str], most_bytes: int) -> None:
-    """Compare .bin with the checksums of the meta file, if there is one. Reads the stretches that
-    fit into ``most_bytes`` together. Raises FormatError if one differs."""
+def damaged_file(prefix: str | os.PathLike[str], most_bytes: float = math.inf) -> Path | None:
+    """Return the first file of a dataset that does not have its recorded checksums, or None.
+
+    Returns None without a meta file. Reads only stretches that fit into ``most_bytes`` together.
+    Raises FormatError if a file is too short, or the meta file is damaged.
+    """
     meta = read_meta(prefix)
-    path = path_of(prefix, ".bin")
-    with open_regular(path) as file:
-        for size, digest in () if meta is None else bin_checksums(meta):
-            if size > most_bytes:
-                file.seek(size, os.SEEK_CUR)
-                continue
-            most_bytes -= size
-            if stretch_checksum(file, size) != digest:
-                raise FormatError(
-                    f"{path} does not have the checksum of its .meta.json: restore it, or delete "
-                    "the meta file if the dataset was rewritten"
-                )
+    for suffix, stretches in ({} if meta is None else _checksums_of(meta)).items():
+        with open_regular(path_of(prefix, suffix)) as file:
+            for size, digest in stretches:
+                if size > most_bytes:
+                    file.seek(size, os.SEEK_CUR)
+                    continue
+                most_bytes -= size
+                if stretch_checksum(file, size) != digest:
+                    return path_of(prefix, suffix)
+    return None
 
 
 SAMPLED_BLOCKS, SAMPLED_BYTES = 64, 1 << 14  # for ``sampled_checksum``: 1 MiB per file

@@ -130,7 +130,7 @@ def split_documents(
 
     ``at`` is the separator's position in a document: ``"end"``, ``"start"`` or ``"both"``. None
     means ``usual``, ``"end"`` or ``"start"``, but raises ConfigError if the file begins or ends
-    with a separator that would be a document of its own.
+    with a separator that would form a document alone.
     """
     path, num_tokens, marks = foreign.tokens_path, foreign.num_tokens, scan.separators
     if num_tokens and not marks.size:

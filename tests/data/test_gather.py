@@ -182,13 +182,19 @@ def _columns(case: dict[str, Any]) -> dict[str, Any]:
     return {f"c{i}": (spec, random_rows(spec, size, i)) for i, spec in enumerate(case["columns"])}
 
 
-def _open(folder: Path, case: dict[str, Any]) -> PackedDataset:
+def write_case(folder: Path, case: dict[str, Any]) -> IndexedDataset:
+    """Write the documents of a case with their labels and weights."""
     documents = case["documents"]
     dataset = write_documents(folder / "docs", documents, case["dtype"])
     if case["chosen"]:
         write_labels(folder / "docs", _choose(documents))
     if case["weighed"]:
         write_weights(folder / "docs", _weigh(documents))
+    return dataset
+
+
+def _open(folder: Path, case: dict[str, Any]) -> PackedDataset:
+    dataset = write_case(folder, case)
     columns = _columns(case)
     if columns:
         write_columns(folder / "docs", columns)

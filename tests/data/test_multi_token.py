@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from megapack.data import BatchLayout, PackedDataset
 from megapack.data.steps import StepView
 from megapack.errors import ConfigError
-from tests.data.corpora import packed_as, small_loader, write_documents, write_labels, write_weights
-from tests.data.test_gather import _choose, _weigh, corpora, samples_of
+from tests.data.corpora import packed_as, small_loader
+from tests.data.test_gather import _choose, _weigh, corpora, samples_of, write_case
 from tests.reference.gather import NO_LABEL, gather
 
 SETTINGS = {"suppress_health_check": [HealthCheck.too_slow]}
@@ -66,12 +66,7 @@ def definition(case: dict[str, Any], depth: int) -> tuple[list[list[int]], list[
 
 
 def opened(folder: Path, case: dict[str, Any], **options: Any) -> PackedDataset:
-    documents = case["documents"]
-    dataset = write_documents(folder / "docs", documents, case["dtype"])
-    if case["chosen"]:
-        write_labels(folder / "docs", _choose(documents))
-    if case["weighed"]:
-        write_weights(folder / "docs", _weigh(documents))
+    dataset = write_case(folder, case)
     return PackedDataset(
         dataset, samples_of(case), loss=case["loss"], **{**case["options"], **options}
     )

@@ -108,7 +108,7 @@ def write_mmididx(folder: Path, documents: Documents, rng: random.Random) -> Pat
 
 
 def write_pair(prefix: str, tokens: Any, lengths: Any, dtype: np.dtype[Any]) -> Path:
-    """Write a pair whose .idx names ``dtype``, whatever the tokens have."""
+    """Write a pair whose .idx names ``dtype``; the tokens may have another."""
     code = {"u1": 1, "u2": 8, "u4": 4, "i4": 4, "u8": 5, "i8": 5}[dtype.str[1:]]
     pointers = (np.cumsum(lengths) - lengths) * dtype.itemsize
     count = len(lengths)

@@ -188,7 +188,17 @@ def test_first_start_compares_tokens_with_their_meta_file(corpus: Corpus, tmp_pa
     path = Corpus(tmp_path).config(tmp_path / "run", data={"valid_prefix": str(corpus.valid)})
     world: Any = SimpleNamespace(rank=0, host="here", gather=lambda value: [value])
     world.fail_together = partial(World.fail_together, world)
+    documents = IndexedDataset(tmp_path / "train")
+    add_column(documents.prefix, "weights", np.ones(documents.num_tokens), INTERPRETED["weights"])
     verify_samples(_opened(path)[1], world)
+    column = tmp_path / "train.weights.col"
+    whole = column.read_bytes()
+    column.write_bytes(bytes(4) + whole[4:])
+    with pytest.raises(
+        FormatError, match=r"data: .*train\.weights\.col does not have the checksum"
+    ):
+        verify_samples(_opened(path)[1], world)
+    column.write_bytes(whole)
     target = tmp_path / "train.bin"
     tokens = np.fromfile(target, np.uint16)
     tokens[len(tokens) // 3] ^= 1
@@ -196,6 +206,7 @@ def test_first_start_compares_tokens_with_their_meta_file(corpus: Corpus, tmp_pa
     with pytest.raises(FormatError, match=r"data: .*train\.bin does not have the checksum of its"):
         verify_samples(_opened(path)[1], world)
     (tmp_path / "train.meta.json").unlink()  # the remedy
+    column.unlink()  # of the meta file
     verify_samples(_opened(path, "model.vocab_size=64")[1], world)
 
 

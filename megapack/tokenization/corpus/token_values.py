@@ -47,8 +47,8 @@ _FORM = "NAME=KEY, NAME=KEY:float32 or NAME=KEY:float16[8],target,fill=-1"
 
 @dataclass(frozen=True)
 class ColumnOption:
-    """Column to read from a corpus: its name, the key of its values, and its type as far as it is
-    known; dtype or shape None: that of the first document."""
+    """Column to read from a corpus: its name, the key of its values, and its type. A dtype or a
+    shape of None is taken from the first document."""
 
     name: str
     key: str

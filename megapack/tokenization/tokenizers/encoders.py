@@ -19,7 +19,6 @@ import functools
 import itertools
 import os
 import re
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -211,7 +210,7 @@ def without_panics() -> Iterator[None]:
     """Keep the messages of Rust panics in the block off stderr: each is an exception, too, which
     the caller reports in one line. Other output to stderr appears after the block."""
     with _stderr_lock:
-        sink = os.memfd_create("stderr") if hasattr(os, "memfd_create") else tempfile.mkstemp()[0]
+        sink = os.memfd_create("stderr")
         try:
             stderr = os.dup(2)
         except OSError:  # stderr is closed

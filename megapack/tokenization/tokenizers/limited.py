@@ -86,7 +86,7 @@ def run_limited(
     if isinstance(error, MemoryError):
         error = LimitError(f"it needs more than {num_bytes / 2**30:g} GiB of memory")
     if isinstance(error, LimitError) and batch > 1 and num_done + 1 < len(arguments):
-        # The child may have lost finished results of its last batch: send each by itself.
+        # The child may have lost finished results of its last batch: send them one by one.
         unfinished = arguments[num_done:]
         yield from run_limited(function, unfinished, seconds=seconds, num_bytes=num_bytes, batch=1)
     elif not isinstance(error, StopIteration):

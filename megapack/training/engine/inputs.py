@@ -38,7 +38,7 @@ from megapack.storage import IndexedDataset
 from megapack.storage.address import is_remote
 from megapack.storage.columns import Column
 from megapack.storage.dataset import read_lengths_file
-from megapack.storage.metadata import check_bin
+from megapack.storage.metadata import damaged_file
 from megapack.training.config import DistillConfig, PretrainConfig
 from megapack.training.engine.deepspeed_config import check_deepspeed
 from megapack.training.engine.world import World
@@ -142,8 +142,8 @@ def vocabulary_size(config: PretrainConfig, run: PlannedRun) -> int:
 
 
 def verify_samples(inputs: Inputs, world: World) -> None:
-    """Verify the checksums of every .samples file, and those of local .bin files with a meta file
-    as far as 1 GiB of reading suffices for each source, once per host; collective.
+    """Verify the checksums of every .samples file and, as far as reading 1 GiB suffices, of local
+    datasets that have a meta file, once per host; collective.
 
     Shards are compared with their manifest later, when the first sample is drawn from them.
 
@@ -158,7 +158,7 @@ def verify_samples(inputs: Inputs, world: World) -> None:
     world.fail_together(problem, "data", FormatError)
 
 
-_VERIFIED_BYTES = 1 << 30  # per source, of .bin files
+_VERIFIED_BYTES = 1 << 30  # of tokens and columns, of all sources together
 
 
 def _verify(inputs: Inputs) -> None:
@@ -167,10 +167,15 @@ def _verify(inputs: Inputs) -> None:
             for shard in index.open_shards:
                 if shard is not None:
                     shard.verify()
-        for source in data.datasets:
-            local = [prefix for prefix, _ in source.columns if not is_remote(prefix)]
-            for prefix in local:
-                check_bin(prefix, _VERIFIED_BYTES // len(local))
+        shards = [prefix for source in data.datasets for prefix, _ in source.columns]
+        local = [prefix for prefix in shards if not is_remote(prefix)]
+        for prefix in local:
+            path = damaged_file(prefix, _VERIFIED_BYTES // len(local))
+            if path is not None:
+                raise FormatError(
+                    f"{path} does not have the checksum of its .meta.json: restore it, or delete "
+                    "the meta file if the dataset was rewritten"
+                )
 
 
 def check_run(config: PretrainConfig, run: PlannedRun, num_ranks: int) -> Any:

@@ -204,7 +204,7 @@ def loss_func(loss_mask: Tensor | None, output: Tensor) -> tuple[Tensor, Tensor,
 
 
 def forward_step(data_iterator: Iterator[Any] | None, model: Any) -> tuple[Tensor, Any]:
-    """Run a forward step with ``get_batch``, for scripts without a forward step of their own."""
+    """Run a forward step with ``get_batch``, for scripts that have no forward step."""
     tokens, labels, loss_mask, mask, position_ids, params = get_batch(
         data_iterator, _virtual_stage(model)
     )
