@@ -257,7 +257,7 @@ def test_a_worker_refuses_columns_that_changed_during_the_run(tmp_path: Path, ru
 
 def test_a_list_of_tensors_that_numpy_cannot_read_is_refused() -> None:
     spec = ColumnSpec(dtype="bfloat16", shape=(2,))
-    with pytest.raises(DataError, match=r"no array: .*BFloat16; stack them"):
+    with pytest.raises(DataError, match=r"an array .*BFloat16.*; stack them"):
         spec.rows([torch.ones(2).bfloat16()])
     assert spec.rows(torch.ones(1, 2).bfloat16()).tolist() == [[0x3F80, 0x3F80]]
 
