@@ -45,7 +45,7 @@ def test_run_reports_the_result_of_each_mutant(
         replace(killed, name="stale", old="a >  b"),
         replace(killed, name="broken", new="a >"),
     ]
-    monkeypatch.setattr(mutants, "SECONDS", 10)
+    monkeypatch.setattr(mutants, "SECONDS", 20)
     assert not mutants.run([killed, *others], tmp_path, jobs=2)
     said = capsys.readouterr().out
     assert "2 of 5 killed" in said and (tmp_path / "product.py").read_text() == SOURCE
