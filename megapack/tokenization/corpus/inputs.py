@@ -30,6 +30,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple, cast
 import xxhash
 
 from megapack.errors import ConfigError, DataError, require
+from megapack.storage.foreign import detect
 from megapack.units import counted
 
 Format = Literal["jsonl", "parquet", "arrow", "text"]
@@ -53,6 +54,7 @@ DATA_SUFFIXES = "{}, each also .gz and .zst, {}".format(
     )
 )  # for messages
 _NOT_READ = (".bz2", ".xz", ".zip", ".7z", ".lz4", ".tar", ".tgz")
+_TOKEN_SUFFIXES = (".npy", ".ds", ".bin", ".idx", ".index", ".loss")
 _DELIMITERS = {"csv": ",", "tsv": "\\t"}  # escaped: for a command line
 _SHOWN = 5
 
@@ -385,12 +387,45 @@ def _require_format(files: Sequence[InputFile]) -> None:
                 f"names; convert it: {_convert(file.path, _DELIMITERS[kind])}"
             )
         with open_stream(file) as stream:
-            likely = _seems(stream.read(_HEAD_BYTES), suffix)
+            head = stream.read(_HEAD_BYTES)
+        _refuse_token_ids(file, head)
+        likely = _seems(head, suffix)
         if likely is not None:
             raise ConfigError(
                 f"{file.path} would be one document, but looks like {likely}: give --format "
                 f"{likely}, or --format text to make every file one document"
             )
+
+
+def _refuse_token_ids(file: InputFile, head: bytes) -> None:
+    """Raise ConfigError if a file holds token ids of another tool instead of text."""
+    path, (suffix, compression) = file.path, _ends(file.path)
+    if suffix not in _TOKEN_SUFFIXES or _is_text(head):
+        return
+    if compression:
+        path = path.removesuffix(Path(path).suffix)
+        tool = "gunzip -k" if compression == "gz" else "zstd -d"
+        name, unpack, needed = "", f"unpack it ({tool}), then ", ""  # import detects the kind
+    else:
+        for ending in (".index", ".loss", ".idx"):  # side files
+            path = path.removesuffix(ending)
+        kind = detect(path) if suffix == ".idx" or Path(path).exists() else "flat"
+        name, unpack = " without a header" if kind == "flat" else f" (kind {kind})", ""
+        needed = " --dtype uint16" if kind == "flat" else ""
+        needed += "" if kind in ("mmididx", "datatrove", "dolma") else " --eod-token ID"
+    raise ConfigError(
+        f"{file.path} is binary, probably token ids{name}; tokenize reads text: {unpack}"
+        f"megapack-build import {shlex.quote(path)} --output-prefix PREFIX{needed}"
+    )
+
+
+def _is_text(head: bytes) -> bool:
+    """Return whether the first bytes of a file can be UTF-8 text."""
+    try:
+        head[: -4 if len(head) == _HEAD_BYTES else None].decode()  # the last character may be cut
+    except UnicodeDecodeError:
+        return False
+    return b"\0" not in head
 
 
 def _convert(path: str, delimiter: str) -> str:

@@ -6,6 +6,7 @@ import csv
 import gzip
 import json
 import os
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +56,40 @@ def test_unsupported_format_is_refused_with_a_conversion_command(
         (tmp_path / file).write_bytes(b"x")
     with pytest.raises(ConfigError, match=message):
         find_inputs([str(tmp_path / name)])
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        (
+            "a.npy",
+            b"\x93NUMPY\1\0\0\0",
+            r"token ids \(kind npy\).*import \S*a.npy .*--eod-token ID$",
+        ),
+        ("b.ds", bytes(8), r"token ids \(kind datatrove\).*import \S*b.ds --output-prefix PREFIX$"),
+        ("b.ds.index", bytes(8), r"token ids \(kind datatrove\).*import \S*b.ds --"),
+        ("c.bin", bytes(8), r"token ids \(kind mmididx\).*import \S*c.bin --output-prefix PREFIX$"),
+        ("c.idx", b"MMIDIDX\0\0", r"token ids \(kind mmididx\).*import \S*c --"),
+        ("d.bin", struct.pack("<2i", 20240520, 1), r"token ids \(kind llm.c\).*import \S*d.bin --"),
+        ("e.npy", b"\7\0", r"token ids \(kind dolma\).*import \S*e.npy --output-prefix PREFIX$"),
+        ("f.bin", b"\xff\xff", "token ids without a header.*--dtype uint16 --eod-token ID$"),
+        ("g.npy.gz", gzip.compress(b"\x93NUMPY"), r"unpack it \(gunzip -k\), then .*g.npy --"),
+    ],
+)
+def test_token_ids_are_refused_with_their_import_command(
+    tmp_path: Path, name: str, data: bytes, message: str
+) -> None:
+    sides = {"b.ds": bytes(8), "b.ds.index": bytes(8), "c.idx": b"MMIDIDX\0\0", "e.csv.gz": b""}
+    for side, content in sides.items():
+        (tmp_path / side).write_bytes(content)
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(ConfigError, match=message):
+        find_inputs([str(tmp_path / name)])
+
+
+def test_text_with_the_suffix_of_token_files_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_text("text " * 20_000 + "\u00e9")
+    assert find_inputs([str(tmp_path / "a.bin")])[0].format == "text"
 
 
 def test_directory_gives_data_files_sorted_without_hidden_ones(tree: Path) -> None:
