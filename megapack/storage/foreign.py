@@ -29,6 +29,7 @@ import json
 import os
 import pickle
 import re
+import shlex
 import struct
 import zlib
 from collections.abc import Callable
@@ -103,11 +104,12 @@ def _mmididx(path: Path, _: DTypeLike | None) -> Foreign:
         raise FormatError(f"{prefix}: dtype code {layout.header.dtype_code} means {text}")
     reordered = not facts.widths and facts.names_another_order(dtype.itemsize)
     # ``meaning`` returned the dtype; if documents were lost, each sequence becomes a document.
+    name = shlex.quote(prefix)
     harmless = {"dtype", "documents-lost", *(["pointers"] if reordered else [])}
     for finding in facts.findings():
         if finding.severity != "note" and finding.code not in harmless:
             command = re.compile(f"{REPAIR}((?: --[a-z-]+)*)")
-            remedy = command.sub(lambda match: f"`{REPAIR} {prefix}{match[1]}`", finding.remedy)
+            remedy = command.sub(lambda match: f"`{REPAIR} {name}{match[1]}`", finding.remedy)
             raise FormatError(f"{finding.message} -> {remedy}")
     meta = _meta_of(prefix, facts, dtype)
     ends = None if layout.header.lacks_document_indices else layout.ends()
@@ -387,6 +389,8 @@ def open_foreign(
         raise ConfigError(f"kind is {kind!r}; it is one of {', '.join(KINDS)}")
     if kind in ("flat", "datatrove", "dolma") and (other := recognize(path)) is not None:
         raise FormatError(f"{path} is {other}")
+    if kind == "flat" and (tokens_path := _described(Path(path))) is not None:
+        raise FormatError(f"{path} describes {tokens_path}, and holds no tokens: import that file")
     foreign = KINDS[kind](Path(path), dtype)
     if dtype is not None and _token_dtype(dtype) != foreign.dtype:
         raise ConfigError(
@@ -418,6 +422,15 @@ def _mask_of(foreign: Foreign) -> Path | None:
                 )
             return mask_path
     return None
+
+
+def _described(path: Path) -> Path | None:
+    """Return the token file that a side file (.index, .metadata, .loss, labels_mask_*) describes,
+    or None."""
+    owner = path.with_name(path.name.replace("labels_mask", "token_ids", 1))
+    if path.suffix in (".index", ".metadata", ".loss"):
+        owner = path.with_suffix("")
+    return owner if owner != path and owner.is_file() else None
 
 
 def _tokenizer_beside(path: Path) -> str | None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import struct
 import tarfile
 import zlib
@@ -89,7 +90,7 @@ def recognize(path: str | os.PathLike[str]) -> str | None:
     for magic, name, remedy in _MAGICS:
         # Parquet has its magic at both ends.
         if head.startswith(magic) and (magic != b"PAR1" or tail.endswith(b"PAR1")):
-            return f"{name}: {remedy.format(path=path)}"
+            return f"{name}: {remedy.format(path=shlex.quote(str(path)))}"
     return (
         _llm_c(head)
         or _compressed(path, head)
@@ -121,14 +122,16 @@ def _compressed(path: Path, head: bytes) -> str | None:
     if head.startswith(b"\x1f\x8b\x08"):
         with contextlib.suppress(zlib.error):
             zlib.decompressobj(31).decompress(head)
-            return f"a gzip stream: unpack it first: gunzip -k {path}"
+            return f"a gzip stream: unpack it first: gunzip -k {shlex.quote(str(path))}"
     if head.startswith(b"BZh") and head[4:10] == b"1AY&SY":
-        return f"a bzip2 stream: unpack it first: bunzip2 -k {path}"
+        return f"a bzip2 stream: unpack it first: bunzip2 -k {shlex.quote(str(path))}"
     return None
 
 
 def _tar(path: Path, head: bytes) -> str | None:
-    if head[257:262] != b"ustar":
+    try:
+        tarfile.TarInfo.frombuf(head[:512], "utf-8", "surrogateescape")  # has a checksum
+    except tarfile.HeaderError:
         return None
     names: list[str] = []
     with contextlib.suppress(tarfile.TarError, OSError), tarfile.open(path) as archive:
@@ -136,14 +139,14 @@ def _tar(path: Path, head: bytes) -> str | None:
             names.append(member.name)
             if len(names) == 16:
                 break
-    kind = "a tar archive (webdataset)"
+    kind, quoted = "a tar archive (webdataset)", shlex.quote(str(path))
     for ending, line in (
         (".txt", "json.dumps({'text': t.extractfile(m).read().decode()})"),
         (".json", "json.dumps(json.load(t.extractfile(m)))"),
     ):
         if any(name.endswith(ending) for name in names):
-            return f"{kind}: {_TAR_TEXT.format(line=line, ending=ending, path=path)}"
-    return f"{kind}: unpack it first: tar xf {path}"
+            return f"{kind}: {_TAR_TEXT.format(line=line, ending=ending, path=quoted)}"
+    return f"{kind}: unpack it first: tar xf {quoted}"
 
 
 def _safetensors(head: bytes, size: int) -> str | None:
@@ -191,22 +194,25 @@ def mds_remedy(folder: Path, shard: dict[str, object]) -> str:
         columns = {str(n): str(e) for n, e in zip(names, encodings, strict=False)}
     about = ", ".join(f"{name} ({encoding})" for name, encoding in columns.items()) or "no columns"
     name = f"a folder or shard of MDS (MosaicML streaming) with {about}"
-    read = f"streaming.StreamingDataset(local='{folder}', batch_size=1)"
+    # Names are arguments of the program: one with a quote would change the program.
+    read = "streaming.StreamingDataset(local=sys.argv[1], batch_size=1)"
     for column, encoding in columns.items():
         if encoding == "str":
             return (
-                f'{name}: write its texts as JSON Lines: python -c "import json, streaming; '
-                f"[print(json.dumps({{'text': s['{column}']}})) for s in {read}]\"{_TOKENIZE}"
+                f'{name}: write its texts as JSON Lines: python -c "import json, streaming, sys; '
+                f"[print(json.dumps({{'text': s[sys.argv[2]]}})) for s in {read}]\" "
+                f"{shlex.join([str(folder), column])}{_TOKENIZE}"
             )
     for column, encoding in columns.items():
         if encoding == "bytes" or encoding.startswith("ndarray"):
-            value = f"s['{column}']"
+            value = "s[sys.argv[2]]"
             if encoding == "bytes":  # LLM Foundry writes int64; the file does not say so
                 value = f"numpy.frombuffer({value}, 'int64')"
             return (
-                f'{name}: write its tokens: python -c "import megapack, numpy, streaming; '
+                f'{name}: write its tokens: python -c "import megapack, numpy, streaming, sys; '
                 "b = megapack.IndexedDatasetBuilder('corpus'); "
-                f'[b.add_document({value}) for s in {read}]; b.finalize()"'
+                f'[b.add_document({value}) for s in {read}]; b.finalize()" '
+                f"{shlex.join([str(folder), column])}"
             )
     return f"{name}: none of them is text or tokens"
 
@@ -217,7 +223,7 @@ def _text(path: Path, head: bytes) -> str | None:
     if len(start) < 16 or start.lstrip()[:1] not in (b"{", b"["):
         return None
     if all(32 <= byte < 127 or byte in b"\t\r\n" or byte >= 0xC2 for byte in start):
-        return f"JSON text: {_TEXT.format(path=path)}"
+        return f"JSON text: {_TEXT.format(path=shlex.quote(str(path)))}"
     return None
 
 
@@ -242,7 +248,7 @@ def _recognize_folder(path: Path) -> str:
     if "dataset_info.json" in names or "state.json" in names:
         return (
             "a folder of Hugging Face datasets: megapack-build tokenize --input "
-            f"{path}/*.arrow --output-prefix corpus --tokenizer T"
+            f"{shlex.quote(str(path))}/*.arrow --output-prefix corpus --tokenizer T"
         )
     if any(name.endswith(".tar") for name in names):
         first = next(name for name in names if name.endswith(".tar"))

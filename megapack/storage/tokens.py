@@ -73,7 +73,8 @@ def open_npy(path: str | os.PathLike[str]) -> np.memmap[Any, Any]:
     except OSError:
         raise
     except Exception as error:  # numpy evaluates the header as Python, which may raise anything
-        raise FormatError(f"{path} is not a .npy file of numbers: {error}") from error
+        reason = str(error).partition("\n")[0][:200]  # may quote the whole header
+        raise FormatError(f"{path} is not a .npy file of numbers: {reason}") from error
     num_bytes = Path(path).stat().st_size
     if num_bytes != array.offset + array.nbytes:
         raise FormatError(

@@ -14,6 +14,7 @@ import json
 import os
 import pickle
 import random
+import shlex
 import struct
 import tarfile
 import zipfile
@@ -402,8 +403,13 @@ def test_concatenated_npy_files_are_refused_everywhere(folder: Path) -> None:
     np.save("fields.npy", np.zeros(3, [("a", "<u2"), ("b", "<u2")]))
     np.save("swapped.npy", np.array([1, 2, 0], ">u2"))
     Path("cut.npy").write_bytes(Path("a.npy").read_bytes()[:-1])
-    for name in ("column", "scalar", "object", "fields", "swapped", "cut"):
-        refused(f"{name}.npy", MegapackError, "npy|dtype", eod_token=0)
+    header = "{'descr': '<u2', 'fortran_order': False, 'shape': " + "(" * 9000 + "1" + ")" * 9000
+    Path("deep.npy").write_bytes(
+        b"\x93NUMPY\1\0" + struct.pack("<H", len(header)) + header.encode()
+    )
+    Path("long.npy").write_bytes(b"\x93NUMPY\1\0\xff\xff" + b"(" * 0xFFFF)
+    for name in ("column", "scalar", "object", "fields", "swapped", "cut", "deep", "long"):
+        refused(f"{name}.npy", MegapackError, r"\A[^\n]{1,400}\Z", eod_token=0)
 
 
 @pytest.mark.parametrize(
@@ -559,6 +565,46 @@ def test_files_of_other_formats_are_named(folder: Path, name: str) -> None:
     data = archives()[name]
     Path("file").write_bytes(data + bytes(-len(data) % 2 if name == "JSON" else 0))
     refused("file", FormatError, name, kind="flat", dtype="uint8", eod_token=0)
+
+
+def test_tar_without_a_magic_is_recognized_by_its_checksum(folder: Path) -> None:
+    old = bytearray(archives()["tar archive"])  # as before POSIX
+    old[257:265] = bytes(8)
+    total = sum(old[:512]) - sum(old[148:156]) + 8 * ord(" ")
+    old[148:156] = b"%06o\0 " % total
+    Path("it's 1.tar").write_bytes(old)
+    how: dict[str, Any] = {"kind": "flat", "dtype": "uint8", "eod_token": 0}
+    refused("it's 1.tar", FormatError, r"tar archive.* 'it'\"'\"'s 1.tar' >", **how)
+    old[300] ^= 1
+    Path("other").write_bytes(old)
+    import_dataset("other", "out", **how)
+
+
+def test_side_files_hold_no_tokens(folder: Path) -> None:
+    path = write_datatrove(folder, [[5, 0]], random.Random(1))
+    Path(f"{path}.loss").write_bytes(bytes(2))
+    write_dolma(folder, [[5, 0]], random.Random(1))
+    Path("labels_mask_part_0000.npy").write_bytes(bytes(2))
+    how: dict[str, Any] = {"dtype": "uint8", "eod_token": 0}
+    for end in ("index", "metadata", "loss"):
+        refused(f"{path}.{end}", FormatError, f"describes {path}, and holds no tokens", **how)
+    message = "describes token_ids_part_0000.npy"
+    refused("labels_mask_part_0000.npy", FormatError, message, kind="flat", **how)
+
+
+def test_names_in_conversion_commands_are_quoted(folder: Path) -> None:
+    """Run the command's program on a stub that prints what it is asked for."""
+    shard = {"column_names": ["a'; print(9) #"], "column_encodings": ["str"], "format": "mds"}
+    Path("it's").mkdir()
+    Path("it's/index.json").write_text(json.dumps({"shards": [shard], "version": 2}))
+    with pytest.raises(FormatError) as error:
+        import_dataset("it's", "out")
+    command = str(error.value).partition("JSON Lines: python -c ")[2].partition(" > corpus")[0]
+    code, *words = shlex.split(command)
+    Path("streaming.py").write_text(
+        'def StreamingDataset(local, batch_size):\n    return [{"a\'; print(9) #": local}]\n'
+    )
+    assert json.loads(ended(*PYTHON, code, *words).stdout) == {"text": "it's"}
 
 
 def test_mds_is_recognized_by_its_index(folder: Path) -> None:
