@@ -323,7 +323,26 @@ def _read_hf(path: Path, data: bytes) -> tuple[int, dict[str, int], dict[str, An
             f"{path} has the token id {wrong}; ids must be in [0, {_MAX_IDS:,}). Correct the "
             "file, or download it again"
         )
+    _check_added_ids(path, tree)
     return largest + 1, added, tree
+
+
+def _check_added_ids(path: Path, tree: Mapping[str, Any]) -> None:
+    """Raise FormatError if ``tokenizers`` does not give the added tokens the ids of their file: it
+    gives them the vocabulary's ids, or the next ones that are free."""
+    vocab = tree["model"]["vocab"]
+    ids = dict(vocab) if isinstance(vocab, dict) else {t: i for i, (t, *_) in enumerate(vocab)}
+    unused = len(ids)
+    for token in tree.get("added_tokens") or ():
+        content, stated = str(token["content"]), int(token["id"])
+        assigned = ids.setdefault(content, unused) if content else stated
+        if assigned != stated:
+            raise FormatError(
+                f"{path} gives its added token {content!r} the id {stated}, but `tokenizers` gives "
+                f"it {assigned}: write {assigned} if the model was trained so, or add {content!r} "
+                f"with the id {stated} to the vocabulary of its model"
+            )
+        unused = max(unused, assigned + 1)
 
 
 def _controls(tree: Mapping[str, Any]) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import shutil
 from pathlib import Path
@@ -186,6 +187,38 @@ def test_settings_that_cut_are_switched_off(tmp_path: Path, run_build: Build, mo
     assert any(re.search(pattern, note) for note in progress.notes)
     plain = json.loads(TokenizerFiles.open(str(path)).definition())
     assert setting not in plain["model"] and not {"truncation", "padding"} & plain.keys()
+
+
+def test_ids_of_added_tokens_are_those_that_the_library_gives(tmp_path: Path) -> None:
+    """A file may name other ids: after a gap, twice, or in a vocabulary with holes."""
+    path, outcomes = tmp_path / "tokenizer.json", []
+    for seed in range(200):
+        rng = random.Random(seed)
+        ids = rng.sample(range(6), 4) if seed % 2 else range(4)
+        tree = json.loads(Tokenizer(models.BPE({}, [])).to_str())
+        tree["model"]["vocab"] = dict(zip("abcd", ids, strict=True))
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        first, gap = rng.choice([4, max(ids) + 1]), rng.choice([1, 1, 1, 2])
+        contents = [f"<{i}>" for i in range(3)]
+        if rng.random() < 0.3:
+            contents[rng.randrange(3)] = rng.choice("abcd")
+        if rng.random() < 0.1:
+            contents[2] = contents[0]
+        tree["added_tokens"] = [
+            {"id": first + i * gap, "content": content, "special": rng.random() < 0.5, **flags}
+            for i, content in enumerate(contents)
+        ]
+        path.write_text(json.dumps(tree))
+        theirs = Tokenizer.from_file(str(path))
+        wrong = [t for t in tree["added_tokens"] if theirs.token_to_id(t["content"]) != t["id"]]
+        outcomes.append(bool(wrong))
+        if wrong:
+            with pytest.raises(FormatError, match=r"the id \d, but `tokenizers` gives it \d"):
+                TokenizerFiles.open(str(path))
+        else:
+            special = TokenizerFiles.open(str(path)).special
+            assert special == {content: theirs.token_to_id(content) for content in contents}
+    assert 20 < sum(outcomes) < 180
 
 
 def test_sample_is_half_a_megabyte_of_any_text(tmp_path: Path) -> None:
