@@ -79,6 +79,8 @@ def merges_of(
     if rng.random() < 0.4:
         rng.shuffle(order)
         rng.shuffle(merges)
+    if rng.random() < 0.05:  # the rank of a repeated merge is that of its last place
+        merges += rng.choices(merges, k=9)
     return dict(zip(vocab, order, strict=True)), merges
 
 

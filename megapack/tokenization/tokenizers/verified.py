@@ -128,6 +128,8 @@ def _guard_of_json(tree: Mapping[str, Any]) -> Guard:
     _require(model.get("type") == "BPE", f"its model is {model.get('type')}, not BPE")
     for key in ("continuing_subword_prefix", "end_of_word_suffix"):
         _require(not model.get(key), f"its model has {key} {model.get(key)!r}")
+    merges = model.get("merges") or ()
+    _require(len({*map(tuple, merges)}) == len(merges), "its model has a merge twice")
     normalizers = [
         _normalizer(part) for part in sequence_parts(tree.get("normalizer"), "normalizers")
     ]
