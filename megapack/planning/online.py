@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megapack.errors import ResumeError
-from megapack.planning.step_plan import Integers, StepPlan, plan_step
+from megapack.planning.step_plan import Integers, StepPlan, cost_numbers, plan_step
 
 __all__ = ["PlannedMicroBatch", "StepPlanner"]
 
@@ -245,7 +245,7 @@ class StepPlanner:
             raise ValueError(f"document_id is {ids.max()}; the largest is 2^63 - 1")
         costs, cost_limits = None, self._options["max_costs_per_rank"]
         if cost is not None:
-            costs = np.asarray(cost, np.float64)
+            costs = cost_numbers("cost", cost)
             if costs.ndim > 2 or costs.size % max(len(ids), 1) or costs.size < len(ids):
                 raise ValueError(f"cost has shape {costs.shape}; there are {len(ids)} documents")
             costs = costs.reshape(len(ids), costs.size // max(len(ids), 1))

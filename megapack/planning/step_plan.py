@@ -204,6 +204,14 @@ class StepPlan:
         return sums
 
 
+def cost_numbers(name: str, values: ArrayLike) -> NDArray[np.float64]:
+    """Return costs as float64. Raises ValueError for text, times and complex numbers."""
+    array = np.asarray(values)
+    if array.dtype.kind not in "biufO":
+        raise ValueError(f"{name} has dtype {array.dtype}; it must be real numbers")
+    return array.astype(np.float64)
+
+
 def plan_step(
     lengths: ArrayLike,
     *,
@@ -293,9 +301,11 @@ def plan_step(
         raise ValueError(
             f"linear_cost_tokens is {linear_cost_tokens}; it must be a number of tokens"
         )
-    cost_array = np.zeros(0) if costs is None else np.asarray(costs, np.float64)
+    cost_array = np.zeros(0) if costs is None else cost_numbers("costs", costs)
     group_ids = np.zeros(0, np.int64) if groups is None else np.asarray(groups)
-    limits = np.zeros(0) if max_costs_per_rank is None else np.ravel(max_costs_per_rank)
+    limits = np.zeros(0)
+    if max_costs_per_rank is not None:
+        limits = np.ravel(cost_numbers("max_costs_per_rank", max_costs_per_rank))
     for name, argument, array, max_dims in (
         ("costs", costs, cost_array, 2),
         ("groups", groups, group_ids, 1),
@@ -314,7 +324,7 @@ def plan_step(
     num_micro_batches, first_rank, degree, micro_batch = _core.plan_step(
         tokens,
         np.ascontiguousarray(cost_array).ravel(),
-        np.ascontiguousarray(limits, np.float64),
+        np.ascontiguousarray(limits),
         np.ascontiguousarray(group_ids, np.int64),
         balance=balance,
         linear_cost_tokens=round(linear_cost_tokens),

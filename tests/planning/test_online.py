@@ -144,6 +144,7 @@ SOUND: dict[str, Any] = {"num_ranks": 2, "max_tokens_per_rank": 10, "window": 4}
         ({}, (np.uint64(1 << 63), 1), "document_id is 9223372036854775808"),
         ({}, ([7], [1], [[]]), r"cost has shape \(1, 0\)"),
         ({}, (7, 1, -1.0), r"document 7 has the cost \[-1.0\]"),
+        ({}, (7, 1, "1"), "cost has dtype <U1; it must be real numbers"),
         ({"max_costs_per_rank": [3]}, (7, 1, 4), r"document 7 has 4 of cost \(kind 0\); .* hold 3"),
         ({"max_costs_per_rank": [3, 4]}, (7, 1, 4), "max_costs_per_rank has 2 numbers"),
         (

@@ -298,6 +298,10 @@ def test_step_without_documents_has_no_micro_batches() -> None:
         ([3, 4], {"costs": np.zeros((2, 0))}, r"costs has shape \(2, 0\); there are 2 documents"),
         ([3, 4], {"groups": []}, r"groups has shape \(0,\); there are 2 documents"),
         ([3, 4], {"costs": [1.0, -2.0]}, "document 1 has the cost -2"),
+        ([3], {"costs": ["1"]}, "costs has dtype <U1; it must be real numbers"),
+        ([3], {"costs": [1j]}, "costs has dtype complex128"),
+        ([3], {"costs": np.array([3], "m8[s]")}, r"costs has dtype timedelta64\[s\]"),
+        ([3], {"costs": [1], "max_costs_per_rank": "9"}, "max_costs_per_rank has dtype <U1"),
         (
             [11, 12],
             {"groups": [1, 1]},
