@@ -283,19 +283,6 @@ py::dict pack(const std::string& name, const DocumentLengths& lengths, const py:
     return strategy->second(lengths, given, run);
 }
 
-py::dict seamless_stage_one(const DocumentLengths& lengths, const py::dict& rules) {
-    Rules given("seamless", rules);
-    const SeamlessRules checked = seamless_rules(given);
-    const StageOne stage = lengths.visit([&](const auto& documents) {
-        const py::gil_scoped_release unlocked;
-        return count_stage_one(in_file_order<std::int64_t>(documents), checked, 1);
-    });
-    py::dict result;
-    result["num_sliding"] = stage.num_sliding;
-    result["short_tokens"] = stage.short_tokens;
-    return result;
-}
-
 // Cuts documents at `capacity`. Returns the number of rests of each length, and the number of full
 // chunks.
 std::pair<py::array_t<std::int64_t>, std::int64_t> length_histogram(const DocumentLengths& lengths,
@@ -340,7 +327,6 @@ void register_packing(py::module_& m) {
                                         py::arg("threads"), py::arg("wide_ids") = false,
                                         py::arg("progress") = py::none());
     m.def("pack", &pack, py::arg("strategy"), py::arg("lengths"), py::arg("rules"), py::arg("run"));
-    m.def("seamless_stage_one", &seamless_stage_one, py::arg("lengths"), py::arg("rules"));
     m.def("length_histogram", &length_histogram, py::arg("lengths"), py::arg("capacity"),
           py::arg("threads"));
     m.def("count_bucket_samples", &count_samples, py::arg("counts").noconvert(), py::arg("rules"));

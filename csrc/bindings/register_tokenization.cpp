@@ -44,9 +44,9 @@ py::array_t<std::uint8_t> py_has_characters(const Array<std::uint8_t>& text,
     return per_document(measure)(text, offsets);
 }
 
-// Returns (tokens, offsets, largest id or -1), see core/text/documents.hpp.
+// Returns (tokens, offsets), see core/text/documents.hpp.
 template <typename Stored, typename Id>
-std::tuple<py::array_t<Stored>, Numbers, std::int64_t> py_frame_documents(
+std::pair<py::array_t<Stored>, Numbers> py_frame_documents(
     const Array<Id>& ids, const Array<std::int64_t>& offsets,
     const std::vector<std::int64_t>& prefix, const std::vector<std::int64_t>& suffix,
     std::int64_t vocab_size) {
@@ -56,8 +56,7 @@ std::tuple<py::array_t<Stored>, Numbers, std::int64_t> py_frame_documents(
         return frame_documents<Stored>(id_view, bounds, Span<const std::int64_t>(prefix),
                                        Span<const std::int64_t>(suffix), vocab_size);
     });
-    return {to_numpy(std::move(framed.tokens)), to_numpy(std::move(framed.offsets)),
-            framed.max_token};
+    return {to_numpy(std::move(framed.tokens)), to_numpy(std::move(framed.offsets))};
 }
 
 template <typename Stored, typename Id>

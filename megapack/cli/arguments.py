@@ -197,11 +197,11 @@ def add_shared(parser: Arguments, *names: str, help: str = "", **changes: Any) -
 def add_dataset_argument(
     parser: Arguments, *, many: bool, help: str = ""
 ) -> argparse._MutuallyExclusiveGroup:
-    """Declare the datasets that a command reads: positional or as --data-prefix, one is required.
+    """Declare the datasets that a command reads, positional or as --data-prefix; one is required.
 
-    With ``many`` the values are ``args.prefixes``, as typed, for
-    ``megapack.cli.datasets.dataset_prefixes`` (directories, .idx files); otherwise ``args.prefix``,
-    one string. Returns the group, to which a command can add alternatives (--lengths of compare).
+    With ``many`` the values are ``args.prefixes``, as typed, for ``dataset_prefixes``; otherwise
+    ``args.prefix``, one string. Returns the group, to which a command can add alternatives
+    (--lengths).
     """
     group = parser.add_mutually_exclusive_group(required=True)
     text = "datasets PREFIX.bin/.idx; also .idx files, or directories that hold them"
@@ -218,11 +218,8 @@ def add_dataset_argument(
 
 
 def token_id(token: str | int | None, tokenizer: str | None) -> int | None:
-    """Return the id of --eod-token for a command that compares ids.
-
-    Raises:
-        ConfigError: the token is a name, and --tokenizer is missing or does not know it.
-    """
+    """Return the id of --eod-token for a command that compares ids. Raises ConfigError if the token
+    is a name, and --tokenizer is missing or does not know it."""
     if not isinstance(token, str):
         return token
     if tokenizer is None:
@@ -233,11 +230,8 @@ def token_id(token: str | int | None, tokenizer: str | None) -> int | None:
 
 
 def refuse_without(needed: str, **options: object) -> None:
-    """Refuse options that have no effect without ``needed``, which is missing.
-
-    Raises:
-        ConfigError: names the first option that is given (neither None nor False).
-    """
+    """Raise ConfigError for the first option that is given (neither None nor False), since options
+    have no effect without ``needed``, which is missing."""
     for name, value in options.items():
         if value is not None and value is not False:
             shown = "" if value is True else f" {value}"

@@ -98,7 +98,6 @@ def run(args: argparse.Namespace) -> None:
 
 
 def describe_column(prefix: str, column: Column) -> dict[str, Any]:
-    """Return facts about a column as JSON values."""
     spec = column.spec
     facts = {"prefix": prefix, "name": column.name, "dtype": spec.dtype, "shape": list(spec.shape)}
     return facts | {"fill": spec.fill, "of": spec.of, "bytes": column.entry.bytes}

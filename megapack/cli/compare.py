@@ -207,7 +207,6 @@ def _training_run(args: argparse.Namespace) -> TrainingRun:
 
 
 def _sample_documents(num_documents: int, number: int, seed: int) -> NDArray[Any]:
-    """Return the numbers of a random sample of documents, ascending."""
     chosen = np.random.default_rng(seed).choice(num_documents, number, replace=False, shuffle=False)
     return np.asarray(np.sort(chosen))
 

@@ -25,11 +25,9 @@ def dataset_prefixes(names: Iterable[str]) -> list[str]:
 
     A dataset is named by its prefix, its .idx, a directory (every .idx in it, sorted by name) or a
     quoted pattern (its matches, sorted by name; also at an address). Other files of a dataset, as
-    in ``shards/*``, do not name it again; a .bin names one that nothing else names.
-
-    Raises:
-        ConfigError: a directory without any .idx, a pattern that matches nothing, or only files
-            that name no dataset.
+    in ``shards/*``, do not name it again; a .bin names one that nothing else names. Raises
+    ConfigError for a directory without any .idx, a pattern without matches, or only files that name
+    no dataset.
     """
     names = list(names)
     prefixes: list[str] = []
@@ -54,11 +52,8 @@ def dataset_prefixes(names: Iterable[str]) -> list[str]:
 
 
 def named_files(names: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
-    """Return the prefixes (each once), .samples files and shard manifests among names.
-
-    Raises:
-        ConfigError: as in ``dataset_prefixes``.
-    """
+    """Return the prefixes (each once), .samples files and shard manifests among names. Raises
+    ConfigError as ``dataset_prefixes``."""
     samples = [name for name in names if name.endswith(".samples")]
     manifests = [name for name in names if is_shard_manifest(name)]
     known = {*samples, *manifests}
@@ -85,7 +80,6 @@ def local_file(name: str, option: str) -> Path:
 
 
 def _expand_patterns(names: Iterable[str]) -> Iterator[str]:
-    """Replace quoted patterns by the files that they match."""
     for name in names:
         # The name of a dataset may contain brackets; no file has its prefix as name.
         if not glob.has_magic(name) or any(Path(name + end).exists() for end in ("", ".idx")):

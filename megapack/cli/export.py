@@ -79,8 +79,6 @@ def run(args: argparse.Namespace) -> None:
 
 
 class PackedRow(NamedTuple):
-    """Row of Bridge's packed parquet."""
-
     input_ids: NDArray[np.int32]
     loss_mask: NDArray[np.int8]
     seq_start_id: NDArray[np.int32]
@@ -89,17 +87,10 @@ class PackedRow(NamedTuple):
 def packed_rows(
     dataset: IndexedDataset, index: SampleIndex, pad: int | None
 ) -> Iterator[PackedRow]:
-    """Yield the samples of an index as rows, each of one bucket, by ascending capacity.
-
-    Args:
-        dataset, index: the documents and their samples.
-        pad: id that fills aligned sequences.
-
-    Raises:
-        ConfigError: the samples are aligned and `pad` is missing or not an int32; the dataset has
-            columns other than labels, such as loss weights, which a mask of 0 and 1 cannot express;
-            a label is not the next token.
-    """
+    """Yield the samples of an index as rows, each of one bucket, by ascending capacity. ``pad`` is
+    the id that fills aligned sequences. Raises ConfigError if it is missing or not an int32, if the
+    dataset has columns other than labels, such as loss weights, which a mask of 0 and 1 cannot
+    express, or if a label is not the next token."""
     check_converted(dataset.prefix, dataset.columns)
     others = [name for name in dataset.columns if name != LABELS]
     labels = dataset.columns[LABELS].rows if LABELS in dataset.columns else dataset.tokens

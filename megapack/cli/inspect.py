@@ -56,11 +56,8 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def decoder(name: str, dataset: IndexedDataset, token_ids: Sequence[int]) -> Decode:
-    """Return a function from token ids to text.
-
-    Raises:
-        ConfigError: the tokenizer cannot be the one that made the dataset.
-    """
+    """Return a function from token ids to text. Raises ConfigError if the tokenizer cannot be the
+    one that made the dataset."""
     from megapack.tokenization.tokenizers.encoders import open_reference  # noqa: PLC0415
     from megapack.tokenization.tokenizers.tokenizer import TokenizerFiles  # noqa: PLC0415
 
@@ -115,7 +112,6 @@ class SegmentView:
         return sum(self.has_label)
 
     def describe(self) -> str:
-        """Return which part of the document the segment is."""
         if self.fim:
             return f"whole document of {self.document_length:,} tokens, as {self.fim}"
         is_end = self.end == self.document_length
@@ -125,7 +121,6 @@ class SegmentView:
         return f"tokens [{self.begin:,}, {self.end:,}) of {self.document_length:,}{continued}"
 
     def describe_labels(self) -> str:
-        """Return which tokens have a label, and their loss weights."""
         if all(self.has_label):
             text = "every token has a label"
         elif self.num_labels == len(self.token_ids) - 1 and self.end == self.document_length:
@@ -146,17 +141,9 @@ def view_sample(
     sample: int,
     segments: Sequence[tuple[int, int, int]] | None = None,
 ) -> list[SegmentView]:
-    """Return segments of a sample, with their labels, loss weights and other columns.
-
-    Args:
-        dataset, index: documents and their samples.
-        sample: sample number.
-        segments: those (document, begin, length) of the sample to return; None: all.
-
-    Raises:
-        IndexError: there is no such sample.
-        IndexMismatchError: the index belongs to another dataset.
-    """
+    """Return the segments of a sample, or those given as (document, begin, length), with labels,
+    loss weights and other columns. Raises IndexError if there is no such sample, and
+    IndexMismatchError if the index belongs to another dataset."""
     index.check_source(dataset)
     check_converted(dataset.prefix, dataset.columns)
     columns = dataset.columns
@@ -202,14 +189,9 @@ def _positions(column: Column, start: int, label_range: slice) -> slice:
 def apply_fim(
     views: list[SegmentView], data: PackedDataset, sample: int, step_view: StepView
 ) -> list[SegmentView]:
-    """Return the segments of a sample as fill-in-the-middle reorders them.
-
-    Args:
-        views: all segments of the sample without those of excluded documents.
-        data: dataset of the sample, with fim and attention inside documents.
-        sample: sample id in ``data``.
-        step_view: view of this one sample, without an attention window.
-    """
+    """Return segments as fill-in-the-middle reorders them. ``views`` are all segments of the sample
+    without those of excluded documents; ``data`` has fim and attention inside documents; ``sample``
+    is its id there; ``step_view`` is the view of this one sample, without an attention window."""
     batch = data.micro_batch([sample], view=step_view)
     draws = {draw.segment: str(draw) for draw in data.fim_draws([sample], step_view)}
     tokens, mask = (batch[name][0].tolist() for name in ("tokens", "loss_mask"))
@@ -234,11 +216,8 @@ def print_sample(
     *,
     full: bool = False,
 ) -> None:
-    """Print the segments one after the other, those of a group in one colour.
-
-    Tokens without a label are in reverse red. A run of tokens with a loss weight other than 1 is
-    followed by the weight.
-    """
+    """Print the segments one after the other, those of a group in one colour. Tokens without a
+    label are in reverse red; a loss weight other than 1 follows its run of tokens."""
     bucket, _ = index.sample(sample)
     capacity = int(index.bucket_capacity[bucket])
     used = sum(len(view.token_ids) for view in segments)
@@ -278,7 +257,6 @@ def print_sample(
 
 
 def _text_of_segment(view: SegmentView, decode: Decode | None, colour: str, *, full: bool) -> Text:
-    """Return the text of a segment, decoded in runs of tokens with one style and one weight."""
     show = decode or (lambda ids: " ".join(map(str, ids)) + " ")
     body = Text()
     weights = view.weights or [1.0] * len(view.token_ids)
@@ -482,7 +460,6 @@ def describe_dataset(dataset: IndexedDataset) -> dict[str, Any]:
 
 
 def describe_index(path: str, index: SampleIndex) -> dict[str, Any]:
-    """Return facts about a .samples file as JSON values."""
     source = {key: value for key, value in (index.source or {}).items() if key != IDX_CHECKSUMS}
     return {
         "path": path,

@@ -63,13 +63,9 @@ class Screen(Console):
 def print_table(
     columns: Mapping[str, Callable[[T], Any]], rows: Iterable[T], styles: Iterable[str] = repeat("")
 ) -> None:
-    """Print a table on stdout: the first column left-aligned, the others right-aligned.
-
-    Args:
-        columns: head -> function that returns the cell of a row.
-        rows: the items to print.
-        styles: rich style of each row.
-    """
+    """Print a table on stdout, the first column left-aligned, the others right-aligned.
+    ``columns``: head -> function that returns the cell of a row; ``styles``: rich style of each
+    row."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for i, head in enumerate(columns):
         table.add_column(head, justify="left" if i == 0 else "right", no_wrap=True)
@@ -92,7 +88,6 @@ def print_result(
 
 
 def note(text: str) -> None:
-    """Print a note on stderr."""
     print(f"note: {text}", file=sys.stderr)
 
 
@@ -108,11 +103,8 @@ def is_part(args: argparse.Namespace, done: str, output: str) -> bool:
 
 
 class Work:
-    """Progress of a long command: a bar on a terminal, elsewhere a line every ten seconds.
-
-    ``with Work(title) as work:`` passes ``work`` as a callback ``progress(done, total)``, or
-    ``work.counting(...)`` where pieces are reported as ``Counted``.
-    """
+    """Progress of a long command: a bar on a terminal, elsewhere a line every ten seconds. It is a
+    callback ``progress(done, total)``; ``work.counting(...)`` is one for ``Counted`` pieces."""
 
     def __init__(self, title: str) -> None:
         self._title = title

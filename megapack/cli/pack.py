@@ -122,7 +122,6 @@ _SHARD_COLUMNS: dict[str, Any] = {
 
 
 def describe_shards(index: ShardedIndex) -> dict[str, Any]:
-    """Return facts about a source of many datasets as JSON values."""
     return {
         "manifest": str(index.path),
         "num_shards": len(index.shards),
@@ -137,10 +136,7 @@ def describe_shards(index: ShardedIndex) -> dict[str, Any]:
 
 
 def print_shards(index: ShardedIndex, remark: str = "", *, each: bool = False) -> None:
-    """Print a row per bucket, with ``each`` a row per shard, and the sums.
-
-    ``remark`` follows the number of shards.
-    """
+    """Print a row per bucket, with ``each`` a row per shard, and the sums with a ``remark``."""
     facts = describe_shards(index)
     buckets = list(zip(facts["bucket_capacity"], facts["samples_per_bucket"], strict=True))
     positions = max(1, sum(capacity * number for capacity, number in buckets))
@@ -225,7 +221,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sharing(group: Arguments) -> None:
-    """Declare options that distribute the work over processes and machines."""
     add_shared(group, "--workers")
     group.add_argument(
         "--part", type=part_of, metavar="I/N", help="build only part I of N, counted from 0"
@@ -347,7 +342,6 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _only_prefix(args: argparse.Namespace) -> str:
-    """Return the prefix of the one dataset."""
     if len(args.prefixes) != 1 or args.part is not None or args.executor is not None:
         number, output = counted(len(args.prefixes), "dataset"), args.output or "one .samples"
         raise ConfigError(
@@ -358,7 +352,6 @@ def _only_prefix(args: argparse.Namespace) -> str:
 
 
 def _chosen_documents(path: str, documents: IndexFile) -> NDArray[np.int64]:
-    """Return the document numbers of --documents, ascending."""
     chosen = read_documents(path)
     if len(chosen) and chosen[-1] >= documents.num_documents:
         raise ConfigError(
@@ -369,7 +362,6 @@ def _chosen_documents(path: str, documents: IndexFile) -> NDArray[np.int64]:
 
 
 def _pack_many(args: argparse.Namespace, options: Mapping[str, Any]) -> None:
-    """Pack datasets as one source; ``options`` are those of ``pack`` without its seed."""
     if args.documents is not None:
         raise ConfigError("--documents works with one dataset only; pack that dataset separately")
     if args.groups not in (None, "auto"):

@@ -97,7 +97,6 @@ def _num_done(facts: RunFacts) -> int:
 
 
 def _facts(facts: RunFacts) -> str:
-    """Return the line below the name: size, tokens, ranks and start of the run."""
     items = [(short(facts.log.column("tokens_seen")[-1]), "tokens seen")]
     if facts.starts:
         last = facts.starts[-1]
@@ -148,15 +147,12 @@ def tiles(facts: RunFacts) -> Iterator[tuple[str, str, str]]:
 
 
 class Check(NamedTuple):
-    """Result of one check of the run."""
-
     level: int  # 0: good; 1: needs a look; 2: wrong
     what: str
     sentence: str
 
 
 def checks(facts: RunFacts) -> Iterator[Check]:
-    """Yield all checks."""
     if facts.end.get("reason") == "error":
         yield Check(2, "ended", str(facts.end.get("message", "no reason was written")))
     yield from _alive(facts)
@@ -254,7 +250,6 @@ def _saved(facts: RunFacts) -> Check:
 
 
 def sections(facts: RunFacts) -> Iterator[str]:
-    """Yield the HTML of the sections for which the run has data."""
     log = facts.log
     losses: list[tuple[str, Draw]] = []
     if log.sources:
@@ -304,7 +299,6 @@ def _section(title: str, text: str, *parts: str) -> str:
 
 
 def _pair(facts: RunFacts, plots: Sequence[tuple[str, Draw]]) -> str:
-    """Return small charts side by side; the stylesheet stacks them on narrow screens."""
     shown = (
         f"<figure><figcaption>{title}</figcaption>{draw(plot, facts)}</figure>"
         for title, plot in plots
@@ -328,7 +322,6 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 0
 
 
 def _program(facts: RunFacts) -> Iterator[str]:
-    """Yield the section on written stages and on decisions of the run itself."""
     order = facts.starts[-1].get("data_order", {}) if facts.starts else {}
     names = facts.starts[-1].get("sources", []) if facts.starts else []
     decisions = facts.decisions.decisions if facts.decisions else ()

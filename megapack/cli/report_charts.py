@@ -24,13 +24,7 @@ from numpy.typing import NDArray
 from megapack.compare.charts import BLUE, GREEN, GREY, INK, LIGHT, ORANGE, SOFT, Chart
 from megapack.data.run import Decisions, read_decisions
 from megapack.errors import ConfigError, DataError, FormatError
-from megapack.training.engine.directory import (
-    RunDirectory,
-    is_lost,
-    read_jsonl,
-    step_of,
-    tags_in,
-)
+from megapack.training.engine.directory import RunDirectory, is_lost, read_jsonl, step_of, tags_in
 from megapack.units import count, short
 
 Floats = NDArray[np.float64]
@@ -118,15 +112,9 @@ class RunLog:
 
 
 class Bins:
-    """Groups of consecutive steps; each group is one point of a curve.
-
-    Args:
-        steps: (N,) rising.
-        at_most: number of groups; fewer if they would have less than four steps.
-
-    Attributes:
-        steps: (B,) middle of every group.
-    """
+    """Groups of consecutive steps (N,), rising; each is one point of a curve. There are at most
+    ``at_most``, and fewer if they would have less than four steps. ``steps``: (B,) middle of every
+    group."""
 
     def __init__(self, steps: Floats, at_most: int = NUM_BINS) -> None:
         first, span = steps[0], steps[-1] - steps[0] + 1
@@ -136,7 +124,6 @@ class Bins:
         self.steps = np.add.reduceat(steps, self._starts) / np.diff([*self._starts, len(steps)])
 
     def of(self, steps: Floats) -> NDArray[np.int64]:
-        """Return the group of each step."""
         groups = (steps - self._first) * self.num // self._span
         return np.asarray(groups, np.int64)
 
@@ -158,8 +145,6 @@ class Bins:
 
 @dataclass
 class Branch:
-    """Run that began at a checkpoint of this one."""
-
     path: Path
     from_step: int
     log: RunLog | None
@@ -189,14 +174,9 @@ class RunFacts:
 
 
 def read_run(path: str | Path) -> RunFacts:
-    """Read a run directory.
-
-    Raises:
-        DataError: the run has no steps yet.
-        FormatError: a log is damaged.
-        ConfigError: the path is not a run directory, or the run has not started.
-        OSError: the log cannot be read.
-    """
+    """Read a run directory. Raises DataError if the run has no steps yet, FormatError if a log is
+    damaged, ConfigError if the path is not a run directory or the run has not started, and OSError
+    if the log cannot be read."""
     run = RunDirectory(path)
     if not run.log.exists():
         raise ConfigError(
@@ -258,7 +238,6 @@ def curve(
 
 
 def over_steps(facts: RunFacts, height: float, width: float) -> Chart:
-    """Return an empty chart with the steps of the run on the horizontal axis."""
     chart = Chart(height, width=width)
     steps = facts.log.column("step")
     chart.axes.set_xlim(steps[0] - 0.5, max(steps[-1] + 0.5, steps[0] + 1))
@@ -364,7 +343,6 @@ def loss_by_bucket(facts: RunFacts) -> Chart:
 
 
 def buckets(facts: RunFacts) -> list[float]:
-    """Return the capacities of the steps, ascending."""
     return sorted(set(facts.log.column("capacity").tolist()))
 
 

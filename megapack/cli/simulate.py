@@ -70,8 +70,6 @@ _COLUMNS: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
-    """Documents of a step; for a run also their assignment by its schedule."""
-
     documents: Lengths
     scheduled: AssignedStep | None = None
 
@@ -175,7 +173,6 @@ def run(args: argparse.Namespace) -> None:
 def _simulate(
     steps: list[_Step], cluster: Cluster, max_tokens: int, costs: dict[str, float]
 ) -> Iterator[dict[str, Any]]:
-    """Return a row of results per assignment."""
     if steps[0].scheduled is not None:
         scheduled = [step.scheduled for step in steps if step.scheduled is not None]
         times = [simulate_step(assigned, cluster, **costs) for assigned in scheduled]
@@ -191,7 +188,6 @@ def _simulate(
 
 
 def _row(name: str, times: list[StepTime], over: int) -> dict[str, Any]:
-    """Return the results of all steps, run one after the other."""
     total = sum(t.time for t in times) or 1.0
 
     def share(field: str) -> float:

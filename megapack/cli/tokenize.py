@@ -186,9 +186,6 @@ def _add_megatron(group: Arguments) -> None:
         action="store_true",
         help="no effect: documents always keep the order of the corpus",
     )
-    group.add_argument(
-        "--partitions", metavar="N", help="always an error: use --workers or --part instead"
-    )
 
 
 def run(args: argparse.Namespace) -> None:
@@ -213,7 +210,6 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _configs(args: argparse.Namespace) -> Iterator[BuildConfig]:
-    """Yield one configuration, or one per key of --json-keys."""
     config = BuildConfig(**values_of(args))
     if args.json_keys is None:
         yield config
@@ -231,11 +227,6 @@ def _translate(args: argparse.Namespace) -> None:
         args.tokenizer = ",".join(files)
     if args.tokenizer is None:
         raise ConfigError("--tokenizer is missing: a .model, a tokenizer.json, a directory, bytes")
-    if args.partitions is not None:
-        raise ConfigError(
-            "--partitions is not needed: leave it out. The input is divided into shards "
-            "automatically (--shard-bytes), which --workers or machines with --part I/N build"
-        )
     if args.json_keys and (args.messages_key is not None or args.json_key != "text"):
         raise ConfigError("--json-keys replaces both: leave out --json-key and --messages-key")
     for key in args.json_keys or ():

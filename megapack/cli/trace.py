@@ -135,7 +135,6 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _answer_step(args: argparse.Namespace, run: OpenRun) -> None:
-    """Print the content of step ``args.step``; with ``args.ranks``, its assignment to ranks."""
     if args.step < 0:
         raise ConfigError(f"--step is {args.step}; steps are counted from 0")
     facts = step_facts(args, run, args.step)
@@ -143,7 +142,6 @@ def _answer_step(args: argparse.Namespace, run: OpenRun) -> None:
 
 
 def step_facts(args: argparse.Namespace, run: OpenRun, step: int) -> dict[str, Any]:
-    """Return a step and its samples as JSON values."""
     from megapack.data.sampler import weigh_step  # noqa: PLC0415 (torch)
 
     samples, schedule = run.data.samples, run.schedule
@@ -165,7 +163,6 @@ def step_facts(args: argparse.Namespace, run: OpenRun, step: int) -> dict[str, A
 
 
 def _sample_facts(data: PackedDataset, sample: int, view: StepView) -> dict[str, Any]:
-    """Return source, number, segments, groups and fill-in-the-middle of a sample, as JSON."""
     samples = data.samples
     source, segments = samples.segments(sample, view)
     facts: dict[str, Any] = {
@@ -249,12 +246,10 @@ def _print_segments(samples: list[dict[str, Any]]) -> None:
 
 
 def _range(_: int, begin: int, length: int) -> str:
-    """Return the tokens of a segment (document, begin, length)."""
     return f"[{begin:,}, {begin + length:,})"
 
 
 def _cuts(fim: list[dict[str, Any]], segment: int) -> str:
-    """Return how fill-in-the-middle reorders a segment; empty: not at all."""
     draws = (draw for draw in fim if draw["segment"] == segment)
     return "".join(f"{draw['how']} {draw['cuts'][0]:,} {draw['cuts'][1]:,}" for draw in draws)
 
@@ -266,7 +261,6 @@ def _print_text(
     items: list[dict[str, Any]],
     view: StepView,
 ) -> None:
-    """Print the text of the samples; ``items`` are their facts."""
     data, samples, shards = run.data, run.data.samples, run.data.samples.shards
     fim_data = _fim_data(data) if any("fim" in facts for facts in items) else None
     places = []

@@ -101,7 +101,6 @@ def _verify_source(
 
 
 def print_findings(findings: list[Finding]) -> None:
-    """Print one line per finding, and a line with its remedy."""
     for finding in findings:
         remedy = f"\n           -> {finding.remedy}" if finding.remedy else ""
         print(f"  {finding.severity:7}  {finding.message}{remedy}")

@@ -50,10 +50,8 @@ class Refined:
 
 def refine(counts: Counts, buckets: list[int]) -> tuple[list[Refined], Counts]:
     """Pack most documents of a histogram: counts[l] documents of length l, ascending buckets.
-
-    Returns the samples, and the counts of the remaining documents. Raises ConfigError if highspy
-    is not installed.
-    """
+    Returns the samples, and the counts of the remaining documents. Raises ConfigError if highspy is
+    not installed."""
     unit = -(-buckets[-1] // GRID_CLASSES)
     pool = _Pool(counts)
     samples: list[Refined] = []
@@ -97,7 +95,6 @@ class _Program:
         )
 
     def solve(self) -> list[tuple[Column, int]]:
-        """Return the patterns to use, and how often."""
         amounts, prices = self._solve_columns()
         for _ in range(MAX_ITERATIONS):
             if not self._add(self._favorable(prices)):
@@ -185,8 +182,6 @@ def _unfold(choice: list[int], room: int) -> Iterator[int]:
 
 
 class _Pool:
-    """Remaining documents, by length."""
-
     def __init__(self, counts: Counts) -> None:
         self.counts = counts.copy()
         self._present: list[int] = np.nonzero(counts)[0].tolist()

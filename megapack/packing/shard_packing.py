@@ -130,12 +130,9 @@ class ShardPacker:
     """Replace .samples files of other documents or options."""
 
     def build(self, index: int, report: Report) -> PackedShard:
-        """Pack a shard, unless it is packed already.
-
-        Raises IndexMismatchError if the shard has changed since the manifest was written,
-        ConfigError if its .samples has other documents or options (without ``overwrite``),
-        FormatError, OSError.
-        """
+        """Pack a shard, unless it is packed already. Raises IndexMismatchError if the shard has
+        changed since the manifest was written, ConfigError if its .samples has other documents or
+        options (without ``overwrite``), FormatError, OSError."""
         prefix = self.plan.prefixes[index]
         shard = self.plan.known.get(place(prefix))
         if shard is None:
@@ -184,9 +181,7 @@ def describe_shard(
     dataset: IndexedDataset, path: str | os.PathLike[str], index: SampleIndex
 ) -> PackedShard:
     """Return the manifest's row of a dataset and its samples, which are in the file ``path``.
-
-    Raises ConfigError if labels or weights are not converted to columns (``check_converted``).
-    """
+    Raises ConfigError if labels or weights are not converted to columns (``check_converted``)."""
     columns = packed_columns(dataset)
     check_converted(dataset.prefix, columns)
     meta, max_token_id = dataset.meta or {}, None
@@ -216,9 +211,7 @@ def describe_shard(
 
 def packed_columns(dataset: IndexedDataset) -> dict[str, PackedColumn]:
     """Return the columns of a dataset as a manifest records them; their files are not opened.
-
-    Raises FormatError if the meta file is damaged.
-    """
+    Raises FormatError if the meta file is damaged."""
     entries = column_entries(dataset.meta, f"{dataset.prefix}.meta.json")
     return {
         name: PackedColumn(spec=entry.spec, identity=entry.identity)
@@ -239,15 +232,12 @@ def pack_shards(
 ) -> list[PackedShard]:
     """Pack the shards that are not packed yet, then write the manifest.
 
-    Args:
-        report: called with progress.
-        workers, threads: number of processes; number of threads of all processes together.
-        part: (i, n): pack only the i-th of n parts of the shards; do not write the manifest.
-        executor, ray_address: processes of this machine, or one task per shard of a Ray cluster.
-        overwrite: replace .samples files of other documents or options.
-
-    Raises the errors of ``ShardPacker.build`` (finished shards remain), and MegapackError if a
-    worker was killed or ray is not installed.
+    ``workers`` and ``threads`` are the numbers of processes, and of threads of all processes
+    together. ``part`` (i, n) packs only the i-th of n parts of the shards and does not write the
+    manifest. ``executor`` runs processes of this machine, or one task per shard of a Ray cluster.
+    ``overwrite`` replaces .samples files of other documents or options. Raises the errors of
+    ``ShardPacker.build`` (finished shards remain), and MegapackError if a worker was killed or ray
+    is not installed.
     """
     i, n = part or (0, 1)
     if not 0 <= i < n:

@@ -54,8 +54,6 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class PackedColumn:
-    """Column of a shard."""
-
     spec: ColumnSpec
     identity: str  # ColumnEntry.identity, compared when the shard is opened
 
@@ -141,7 +139,6 @@ class ShardedIndex:
 
     @property
     def has_groups(self) -> bool:
-        """The shards record groups of documents; an arranged source does not."""
         return bool(self.parameters.get("groups")) and self.arranged is None
 
     @cached_property
@@ -228,10 +225,8 @@ class ShardedIndex:
         return [None] * len(self.shards)
 
     def open(self, number: int) -> SampleIndex:
-        """Return the samples of one shard, memory-mapped.
-
-        Raises IndexMismatchError if the manifest lists other samples, FormatError, OSError.
-        """
+        """Return the samples of one shard, memory-mapped. Raises IndexMismatchError if the manifest
+        lists other samples, FormatError, OSError."""
         shard = self.shards[number]
         index = SampleIndex.load(shard.samples)
         counts = tuple(np.diff(index.bucket_sample_offsets).tolist())
@@ -279,7 +274,6 @@ _PATHS = ("prefix", "samples")
 
 
 def is_shard_manifest(path: str | os.PathLike[str]) -> bool:
-    """Check by its name whether a file is a shard manifest."""
     return os.fspath(path).endswith(SUFFIX)
 
 
@@ -293,13 +287,9 @@ def load_index(path: str | os.PathLike[str], shards: Sequence[int] | None = None
 
 
 def load_shards(path: str | os.PathLike[str], shards: Sequence[int] | None = None) -> ShardedIndex:
-    """Read a shard manifest (or its shards [begin, end)), without opening the shards.
-
-    Raises:
-        FormatError: not a shard manifest, of another version, or damaged.
-        ConfigError: ``shards`` exceeds the manifest.
-        OSError: the file cannot be read.
-    """
+    """Read a shard manifest (or its shards [begin, end)), without opening the shards. Raises
+    FormatError if it is no shard manifest, of another version, or damaged, ConfigError if
+    ``shards`` exceeds the manifest, and OSError if the file cannot be read."""
     path = manifest_path(path)
     with open_regular(fetch_file(path) if isinstance(path, str) else path) as file:
         encoded = file.readall()
@@ -340,7 +330,6 @@ def load_shards(path: str | os.PathLike[str], shards: Sequence[int] | None = Non
 
 
 def manifest_path(path: str | os.PathLike[str]) -> Path | str:
-    """Return a Path, or a str for an address."""
     return os.fspath(path) if is_remote(path) else Path(path)
 
 
@@ -371,10 +360,8 @@ def _shard(path: Path | str, number: int, row: Any, num_buckets: int) -> PackedS
 
 
 def _resolve(manifest: Path | str, number: int, text: str) -> str:
-    """Return the path or address of a manifest's entry, relative to the working directory.
-
-    Raises FormatError if the manifest may not refer to it.
-    """
+    """Return the path or address of a manifest's entry, relative to the working directory. Raises
+    FormatError if the manifest may not refer to it."""
     folder = _folder_of(manifest)
     try:
         is_address = is_remote(text)
@@ -412,10 +399,8 @@ def save_shards(
     *,
     arranged: Arranged | None = None,
 ) -> None:
-    """Write or replace a shard manifest, a file or an object at an address.
-
-    ``plan`` has the keys ``PLAN``; paths of ``shards`` are relative to the working directory.
-    """
+    """Write or replace a shard manifest, a file or an object at an address. ``plan`` has the keys
+    ``PLAN``; paths of ``shards`` are relative to the working directory."""
     path = manifest_path(path)
     head = {"format": FORMAT, "version": VERSION, **{name: plan[name] for name in PLAN}}
     if arranged is not None:

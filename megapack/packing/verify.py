@@ -23,10 +23,8 @@ _REMEDY = "pack the dataset again"
 
 
 def verify_samples(path: str, prefix: str | None = None) -> list[Finding]:
-    """Compare all checksums and, if the dataset is found, segments with documents.
-
-    ``path`` is a file or address; ``prefix`` None means the recorded dataset. Raises OSError.
-    """
+    """Compare all checksums of a file or address and, if the dataset is found, segments with
+    documents. ``prefix`` None means the recorded dataset. Raises OSError."""
     findings = [] if is_remote(path) else list(leftovers(Path(path)))
     try:
         index = SampleIndex.load(path, verify=True)
@@ -53,11 +51,9 @@ def verify_shard(
     tokens: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, list[Finding]]:
-    """Verify the dataset and the samples of one shard, then its row in the manifest.
-
-    ``tokens`` and ``progress`` as in ``megapack.storage.verify``. Returns findings by prefix or
-    path. Raises OSError if a file exists but cannot be read.
-    """
+    """Verify the dataset and the samples of one shard, then its row in the manifest; return
+    findings by prefix or path. ``tokens`` and ``progress`` as in ``megapack.storage.verify``.
+    Raises OSError if a file exists but cannot be read."""
     shard = index.shards[number]
     findings = {shard.prefix: verify(shard.prefix, tokens=tokens, progress=progress)}
     if not has_errors(findings[shard.prefix]):
@@ -88,10 +84,8 @@ def _differences(index: ShardedIndex, shard: PackedShard) -> Iterator[Finding]:
 
 
 def prefix_of_samples(path: str, index: SampleIndex) -> str:
-    """Return the prefix of a .samples file's dataset: as recorded, or in the file's folder.
-
-    Raises ConfigError if no prefix is recorded, or the dataset is in neither place.
-    """
+    """Return the prefix of a .samples file's dataset: as recorded, or in the file's folder. Raises
+    ConfigError if no prefix is recorded, or the dataset is in neither place."""
     prefix = (index.source or {}).get("prefix")
     if prefix is None:
         raise ConfigError(f"{path} does not record its dataset; give --data-prefix")

@@ -1,8 +1,8 @@
 """Addresses of objects: ``s3://``, ``gs://``, ``az://``, ``https://``, and files to be staged.
 
 ``file:///path`` is the file ``/path``, read through the local cache; use it for slow or shared
-disks. An address consists of a folder and a name. ``is_remote`` rejects addresses with a password
-or a query, so megapack never stores or prints secrets::
+disks. ``is_remote`` rejects addresses with a password or a query, so megapack never stores or
+prints secrets::
 
     s3://bucket/folder/corpus                 yes
     https://user:password@host/corpus         no: set credentials in environment variables
@@ -63,8 +63,7 @@ def path_in(folder: Path, path: str) -> str:
 
 
 def is_below(folder: str, url: str) -> bool:
-    """Return whether ``url`` is inside the folder at the address ``folder``, also if
-    percent-encoded."""
+    """Return whether ``url`` is inside ``folder``, an address; names may be percent-encoded."""
     names = [unquote(name) for name in url.removeprefix(f"{folder}/").split("/")]
     plain = not any(name in ("", ".", "..") or set("/\\") & set(name) for name in names)
     return url.startswith(f"{folder}/") and plain

@@ -39,12 +39,7 @@ from megapack.storage.index_writer import (
 )
 from megapack.storage.locks import WriterLock
 from megapack.storage.metadata import check_metadata
-from megapack.storage.tokens import (
-    InputDataset,
-    TokenLimits,
-    TokenWriter,
-    as_tokens,
-)
+from megapack.storage.tokens import InputDataset, TokenLimits, TokenWriter, as_tokens
 
 
 class IndexedDatasetBuilder:
@@ -140,14 +135,7 @@ class IndexedDatasetBuilder:
         the current document; ``end_document()`` ends it. ``mode`` is the sequence's mode if the
         dataset is multimodal. Raises DataError if an id is outside the dtype or the vocabulary, or
         if a column does not have one row of its type per token."""
-        self._require_open()
-        ids = as_tokens(tokens)
-        _check_length(ids.size)
-        if self.multimodal:
-            _check_modes([mode])
-        append_tokens = partial(self._tokens.append, ids, first_document=self._log.num_documents)
-        self._append(columns, ids.size, append_tokens)
-        self._log.add_sequences([ids.size], [mode])
+        self._add_sequences(tokens, None, [mode] if self.multimodal else None, columns)
 
     def add_document(
         self,
@@ -157,41 +145,38 @@ class IndexedDatasetBuilder:
         *,
         columns: Mapping[str, Any] | None = None,
     ) -> None:
-        """Add one document.
-
-        Args:
-            tokens: all tokens of the document (see ``add_item``).
-            lengths: tokens per sequence; one sequence by default.
-            modes: mode per sequence, if multimodal; zeros by default.
-            columns: rows of every column.
-
-        Raises:
-            DataError: an id outside the dtype or the vocabulary, a wrong sum of lengths, or columns
-                that do not fit.
-        """
-        if lengths is None and modes is None:
-            self.add_item(tokens, columns=columns)
-        else:
-            self._require_open()
-            ids = as_tokens(tokens)
-            lengths = [ids.size] if lengths is None else [operator.index(n) for n in lengths]
-            if any(length < 0 for length in lengths) or sum(lengths) != ids.size:
-                raise DataError(
-                    f"document {self.num_documents} has {ids.size} tokens; lengths sum to "
-                    f"{sum(lengths)}"
-                )
-            _check_length(max(lengths, default=0))
-            if modes is not None:
-                _check_modes(modes)
-                if len(modes) != len(lengths):
-                    raise DataError(
-                        f"document {self.num_documents} has {len(lengths)} sequences, {len(modes)} "
-                        "modes"
-                    )
-            append_tokens = partial(self._tokens.append, ids, first_document=self.num_documents)
-            self._append(columns, ids.size, append_tokens)
-            self._log.add_sequences(lengths, modes)
+        """Add one document with all its ``tokens`` (see ``add_item``), ``lengths`` (tokens per
+        sequence; by default one sequence), ``modes`` (per sequence, zeros by default) and the rows
+        of every column. Raises DataError as ``add_item``, or if the lengths have another sum."""
+        self._add_sequences(tokens, lengths, modes, columns)
         self._log.end_document()
+
+    def _add_sequences(
+        self,
+        tokens: Any,
+        lengths: Sequence[int] | None,
+        modes: Sequence[int] | None,
+        columns: Mapping[str, Any] | None,
+    ) -> None:
+        self._require_open()
+        ids = as_tokens(tokens)
+        lengths = [ids.size] if lengths is None else [operator.index(n) for n in lengths]
+        if any(length < 0 for length in lengths) or sum(lengths) != ids.size:
+            raise DataError(
+                f"document {self.num_documents} has {ids.size} tokens; lengths sum to "
+                f"{sum(lengths)}"
+            )
+        _check_length(max(lengths, default=0))
+        if modes is not None:
+            _check_modes(modes)
+            if len(modes) != len(lengths):
+                raise DataError(
+                    f"document {self.num_documents} has {len(lengths)} sequences, {len(modes)} "
+                    "modes"
+                )
+        append_tokens = partial(self._tokens.append, ids, first_document=self.num_documents)
+        self._append(columns, ids.size, append_tokens)
+        self._log.add_sequences(lengths, modes)
 
     def add_documents(
         self, flat_tokens: Any, offsets: Any, *, columns: Mapping[str, Any] | None = None
@@ -213,13 +198,8 @@ class IndexedDatasetBuilder:
     def add_index(self, prefix: str | os.PathLike[str]) -> None:
         """Add all documents of another dataset of the same dtype and columns. If its meta file has
         checksums of its tokens, the kernel copies them. (``merge`` joins many datasets in constant
-        memory, and converts dtypes.)
-
-        Raises:
-            DataError: the other dataset has a different dtype or columns, or an id is outside the
-                limits.
-            FormatError: the other dataset is damaged.
-        """
+        memory, and converts dtypes.) Raises DataError if dtype or columns differ or an id is
+        outside the limits, and FormatError if the other dataset is damaged."""
         self._require_open()
         self._log.require_closed()
         dataset = InputDataset(prefix, self.multimodal)
@@ -278,8 +258,7 @@ class IndexedDatasetBuilder:
             self.abort()
 
     def abort(self) -> None:
-        """Remove the temporary files and release the lock; after ``finalize()`` the dataset
-        stays."""
+        """Remove the temporary files and release the lock; a finalized dataset stays."""
         self._open = False
         for target in (self._tokens.target, *(writer.target for writer in self._columns)):
             target.discard()

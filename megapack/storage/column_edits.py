@@ -1,10 +1,9 @@
 """Add, remove and export columns of datasets that exist already.
 
 - ``add_column``, ``remove_column``: change the columns of a local dataset
-- ``spec_of``: type of a column with the numbers of an array
+- ``spec_of``: type of a column with the numbers of an array; ``values_of_dataset``: its values
 - ``write_rows``: append the rows of a whole dataset to a ``ColumnWriter``, block by block
 - ``export_column``, ``export_dataset``: write a column to a .npy file, or as a dataset
-- ``values_of_dataset``: the tokens of a dataset as values of a column
 
 Two documents of 3 and 2 tokens::
 
@@ -47,7 +46,6 @@ from megapack.storage.index_writer import DatasetContent, write_meta
 from megapack.storage.locks import WriterLock
 from megapack.storage.metadata import (
     COLUMNS,
-    Checksum,
     check_metadata,
     file_checksum,
     meta_path,
@@ -112,16 +110,12 @@ def values_of_dataset(
 
 
 def write_rows(writer: ColumnWriter, values: Any, lengths: Iterable[int] | int) -> None:
-    """Append the rows of a whole dataset.
+    """Append the rows of a whole dataset to a column.
 
-    Args:
-        writer: the column to write.
-        values: an array, a tensor or a memory map of one row per token, (num_tokens, *shape); or an
-            iterable of the rows of each document.
-        lengths: tokens per document; for an array, the number of all tokens is enough.
-
-    Raises:
-        DataError: the rows do not fit the tokens or the column's type.
+    ``values`` are an array, a tensor or a memory map of one row per token, (num_tokens, *shape), or
+    an iterable of the rows of each document. ``lengths`` are the tokens per document; for an array,
+    the number of all tokens is enough. Raises DataError if the rows do not fit the tokens or the
+    column's type.
     """
     if isinstance(values, np.ndarray) or hasattr(values, "detach"):
         num_tokens = lengths if isinstance(lengths, int) else sum(lengths)
@@ -178,10 +172,8 @@ def add_column(
     no meta file, one is written, which requires reading all tokens.
 
     Args:
-        prefix: the dataset's prefix.
         name: lower-case letters, digits and ``_``.
         values: one row per token: an array, or an iterable of arrays per document (``write_rows``).
-        spec: type of the column.
         overwrite: replace a different column of this name.
         metadata: entries to add to the meta file.
 
@@ -228,9 +220,8 @@ def remove_column(prefix: str | os.PathLike[str], name: str) -> None:
         columns = dict(meta.get(COLUMNS, {}))
         find_column(columns, name, prefix)
         del columns[name]
-        path = column_path(prefix, name)
         write_meta(prefix, _with_columns(meta, columns))
-        path.unlink(missing_ok=True)
+        column_path(prefix, name).unlink(missing_ok=True)
 
 
 def _local_prefix(prefix: str | os.PathLike[str]) -> str:
@@ -290,13 +281,11 @@ def _difference(
         differing = [key for key in entry if existing.get(key) != entry[key]]
         return None if not differing else f"it has another {', '.join(differing)}"
     with open_regular(column_path(prefix, name)) as file:
-        if file_identity(file).num_bytes == entry["bytes"] and _matches(file, stretches_of(entry)):
+        if file_identity(file).num_bytes == entry["bytes"] and all(
+            stretch_checksum(file, size) == digest for size, digest in stretches_of(entry)
+        ):
             return None
     return f"{meta_path(prefix).name} does not list it"
-
-
-def _matches(file: Any, stretches: list[Checksum]) -> bool:
-    return all(stretch_checksum(file, size) == digest for size, digest in stretches)
 
 
 def find_column(columns: Mapping[str, T], name: str, prefix: str) -> T:

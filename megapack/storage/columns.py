@@ -132,7 +132,6 @@ class ColumnSpec:
 
     @cached_property
     def row_bytes(self) -> int:
-        """Bytes per token."""
         return math.prod(self.shape) * self.numpy_dtype.itemsize
 
     @property
@@ -184,7 +183,6 @@ class ColumnSpec:
 
 
 def _convert(values: Any, spec: ColumnSpec) -> NDArray[Any]:
-    """Convert numbers to the stored dtype; see ``ColumnSpec.rows``."""
     if hasattr(values, "detach"):  # torch.Tensor, without importing torch
         tensor = values.detach().cpu()
         if str(tensor.dtype) == "torch.bfloat16":
@@ -341,17 +339,14 @@ class ColumnEntry:
 
     @property
     def limits(self) -> Range:
-        """Smallest and largest number of a column of integers; None: no numbers."""
         return None if self.range is None else (int(self.range[0]), int(self.range[1]))
 
     @property
     def identity(self) -> str:
-        """Digest of the entry, and so of the type and the values."""
         return xxhash.xxh3_64_hexdigest(json.dumps(asdict(self)).encode())
 
     @property
     def checksums(self) -> list[Checksum]:
-        """Checksums of consecutive stretches of the file."""
         return stretches_of(asdict(self))
 
 
@@ -429,7 +424,6 @@ class Column:
 
     @cached_property
     def spec(self) -> ColumnSpec:
-        """Type of the column."""
         return self.entry.spec
 
     @property
@@ -481,7 +475,6 @@ class _Stretches:
         self._hasher, self._num_bytes = xxhash.xxh3_128(), 0  # of the unfinished stretch
 
     def update(self, data: memoryview) -> None:
-        """Add bytes."""
         while data:
             part = data[: STRETCH_BYTES - self._num_bytes]
             self._hasher.update(part)
@@ -491,17 +484,14 @@ class _Stretches:
             data = data[len(part) :]
 
     def end(self) -> None:
-        """End the current stretch, unless it is empty."""
         if self._num_bytes:
             self.checksums.append(Checksum(self._num_bytes, self._hasher.hexdigest()))
             self._hasher, self._num_bytes = xxhash.xxh3_128(), 0
 
     def mark(self) -> tuple[int, xxhash.xxh3_128, int]:
-        """Return the current state, for ``reset``."""
         return len(self.checksums), self._hasher.copy(), self._num_bytes
 
     def reset(self, mark: tuple[int, xxhash.xxh3_128, int]) -> None:
-        """Forget all bytes added since ``mark``."""
         num_checksums, self._hasher, self._num_bytes = mark
         del self.checksums[num_checksums:]
 
@@ -541,11 +531,9 @@ class ColumnWriter:
         self._range: Range = None
 
     def rows(self, values: Any) -> NDArray[Any]:
-        """Return values as stored (``rows_of``)."""
         return rows_of(self.name, self.spec, values)
 
     def append(self, rows: NDArray[Any]) -> None:
-        """Write rows (from ``rows``)."""
         data = rows.reshape(-1).view(np.uint8).data
         if len(self._buffer) + len(data) > _BUFFER_BYTES:
             self._flush()
@@ -580,11 +568,9 @@ class ColumnWriter:
         self.num_rows += entry.bytes // self.spec.row_bytes
 
     def mark(self) -> tuple[int, Range, Any]:
-        """Return the current state, for ``reset``."""
         return self.num_rows, self._range, self._stretches.mark()
 
     def reset(self, mark: tuple[int, Range, Any]) -> None:
-        """Undo everything appended since ``mark``."""
         self.num_rows, self._range, stretches = mark
         self._stretches.reset(stretches)
         file, num_bytes = self.target.file, self.num_rows * self.spec.row_bytes

@@ -30,13 +30,7 @@ from numpy.typing import DTypeLike, NDArray
 from megapack import _core
 from megapack.errors import ConfigError, DataError, FormatError
 from megapack.storage.address import is_remote
-from megapack.storage.columns import (
-    INTERPRETED,
-    Column,
-    column_entries,
-    column_path,
-    open_column,
-)
+from megapack.storage.columns import INTERPRETED, Column, column_entries, column_path, open_column
 from megapack.storage.files import file_identity
 from megapack.storage.index_file import (
     IndexFile,
@@ -46,11 +40,7 @@ from megapack.storage.index_file import (
     path_of,
     prefix_of,
 )
-from megapack.storage.metadata import (
-    difference_from_files,
-    read_meta,
-    sampled_checksum,
-)
+from megapack.storage.metadata import difference_from_files, read_meta, sampled_checksum
 from megapack.storage.remote.reader import RemotePair, RemoteRows, exists, open_remote_pair
 from megapack.storage.tokens import open_npy
 
@@ -62,7 +52,6 @@ class BinReader:
         self._bytes = tokens.view(np.uint8).data
 
     def read(self, dtype: DTypeLike, count: int, offset: int) -> NDArray[Any]:
-        """Return ``count`` elements from byte ``offset`` on."""
         return np.frombuffer(self._bytes, dtype, count, offset)
 
 
@@ -76,8 +65,7 @@ class IndexedDataset:
 
     An open dataset does not change when a builder replaces its files. Never change a mapped file in
     place: if it becomes shorter (``cp`` over it, ``truncate``), every process that reads the
-    removed part is killed by SIGBUS, without a traceback. Write a new file and rename it, as the
-    builder does.
+    removed part is killed by SIGBUS, without a traceback. Write a new file and rename it.
 
     A prefix may be an address (``s3://bucket/folder/name``, see ``docs/guides/object_storage.md``).
     Then .idx is copied to a local cache, tokens are fetched when they are read, and slices are
@@ -141,12 +129,7 @@ class IndexedDataset:
     def _take_index(self) -> None:
         code = self._index.header.dtype_code
         self.dtype: np.dtype[Any] = dtype_of_code(code, self._index.name)
-        self._check_first_pointers()
-        self._modes = self._index.modes() if self.multimodal else None
-
-    def _check_first_pointers(self) -> None:
-        """Detect the dtype table of another tool: its token width differs, and so do the
-        pointers."""
+        # Detect the dtype table of another tool: its token width differs, and so do the pointers.
         expected = 0
         for i in range(min(len(self), 64)):
             if self._index.pointer(i) != expected:
@@ -156,6 +139,7 @@ class IndexedDataset:
                     "run `megapack-build verify` for the reason"
                 )
             expected += self._index.length(i) * self.dtype.itemsize
+        self._modes = self._index.modes() if self.multimodal else None
 
     def _count_tokens(self, name: str, bin_bytes: int) -> int:
         """Return the number of tokens that the index describes; .bin may be longer."""
@@ -256,7 +240,6 @@ class IndexedDataset:
 
     @property
     def index_bytes(self) -> Any:
-        """The mapped .idx (``IndexFile.bytes``), which C++ reads without a copy."""
         return self._index.bytes
 
     @property
@@ -327,11 +310,9 @@ class IndexedDataset:
 
     @property
     def idx_checksums(self) -> str:
-        """``IndexFile.idx_checksums``."""
         return self._index.idx_checksums
 
     def verify_reads(self, idx_checksums: str) -> None:
-        """``IndexFile.verify_reads``."""
         self._index.verify_reads(idx_checksums)
 
     # Names of Megatron, Megatron-DeepSpeed and GPT-NeoX.
@@ -388,23 +369,14 @@ def _frozen(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def read_document_lengths(prefix: str | os.PathLike[str]) -> NDArray[np.int32] | NDArray[np.int64]:
-    """Return tokens per document from the .idx, without reading .bin.
-
-    Args:
-        prefix: the dataset's prefix, with or without ``.idx``; may be an address.
-
-    Returns:
-        int32 ``(num_documents,)``; int64 only if a document has more than 2^31 - 1 tokens.
-
-    Raises:
-        FormatError, OSError: the .idx is damaged, or cannot be read.
-    """
+    """Return tokens per document from the .idx, without reading .bin: int32 ``(num_documents,)``,
+    int64 only if a document has more than 2^31 - 1 tokens. ``prefix`` may end in ``.idx`` and may
+    be an address. Raises FormatError or OSError if the .idx is damaged or cannot be read."""
     return open_index(prefix).document_lengths()
 
 
 def open_index(prefix: str | os.PathLike[str]) -> IndexFile:
-    """Open the .idx of a local or remote dataset. Raises the errors of
-    ``read_document_lengths``."""
+    """Open the .idx of a dataset, local or remote, with the errors of ``read_document_lengths``."""
     files = prefix_of(prefix)
     if is_remote(files):
         files = open_remote_pair(files).local_prefix

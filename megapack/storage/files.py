@@ -64,15 +64,15 @@ NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.E
 def open_regular(path: str | os.PathLike[str]) -> io.FileIO:
     """Open a file without a buffer. Raises FormatError if it is not a regular file (a FIFO would
     block, a device has no end)."""
-    return io.FileIO(os.fspath(path), "rb", opener=_open_regular)
 
+    def opener(path: str, flags: int) -> int:
+        descriptor = os.open(path, flags | os.O_NONBLOCK)
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return descriptor
+        os.close(descriptor)
+        raise FormatError(f"{path} is not a regular file; data is read from files only")
 
-def _open_regular(path: str, flags: int) -> int:
-    descriptor = os.open(path, flags | os.O_NONBLOCK)
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
-        return descriptor
-    os.close(descriptor)
-    raise FormatError(f"{path} is not a regular file; data is read from files only")
+    return io.FileIO(os.fspath(path), "rb", opener=opener)
 
 
 class Identity(NamedTuple):
@@ -85,7 +85,6 @@ class Identity(NamedTuple):
 
 
 def file_identity(file: io.FileIO) -> Identity:
-    """Return the identity of an open file."""
     status = os.fstat(file.fileno())
     return Identity(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
@@ -108,8 +107,7 @@ class FileOnDisk(NamedTuple):
 
 
 def files_below(directory: Path) -> Iterator[FileOnDisk]:
-    """Yield all files below a directory; skip files that disappear meanwhile (``Path.rglob`` would
-    raise)."""
+    """Yield all files below a directory, except those that disappear meanwhile."""
     for folder, _, names in os.walk(directory):
         for name in names:
             with contextlib.suppress(FileNotFoundError):
@@ -282,7 +280,6 @@ class AtomicFile:
             raise
 
     def sync(self) -> None:
-        """Flush everything written to the disk."""
         with naming(self.path):
             os.fsync(self.file.fileno())
 
@@ -374,7 +371,6 @@ def create_temporary(target: Path, make: Callable[[Path], T]) -> tuple[Path, T]:
 
 
 def _proof(name: str, salt: str, inode: int) -> str:
-    """Return five characters computed from a file name, a salt and an inode number."""
     digest = hashlib.blake2b(os.fsencode(f"{name}/{salt}/{inode}"), digest_size=8).digest()
     number, letters = int.from_bytes(digest, "little"), ""
     for _ in range(5):
@@ -409,8 +405,7 @@ def temporary_files(directory: Path) -> Iterator[tuple[str, Path]]:
 
 
 def is_being_written(path: Path) -> bool:
-    """Return whether a process still locks a temporary file; True if the file system has no
-    locks."""
+    """Return whether a process still locks a temporary file; True if no locks are supported."""
     try:
         with _locked(path):
             return False
@@ -425,11 +420,8 @@ _leftovers: dict[Path, dict[str, list[Path]]] = {}
 
 
 def remove_leftovers(target: Path) -> None:
-    """Remove temporary files of ``target`` that killed writers left, and log each one.
-
-    Files that a running process has locked are kept; if the file system has no locks, all files
-    are.
-    """
+    """Remove temporary files of ``target`` that killed writers left, and log each one. Files that a
+    process has locked are kept, or all if the file system has no locks."""
     by_name = _leftovers.get(target.parent)
     if by_name is None:
         by_name = _leftovers[target.parent] = {}

@@ -46,7 +46,7 @@ from megapack.storage.index_file import MAGIC, path_of, pick_dtype, prefix_of
 from megapack.storage.index_writer import MAX_SEQUENCE_LENGTH, ArrayLayout
 from megapack.storage.metadata import TokenFacts, matching_meta, own_metadata
 from megapack.storage.signatures import LLM_C_MAGICS, recognize
-from megapack.storage.survey import REPAIR, Survey, survey
+from megapack.storage.survey import REPAIR, survey
 from megapack.storage.tokens import open_npy
 
 _LLM_C_HEADER_BYTES = 1024
@@ -72,8 +72,8 @@ class Foreign:
 
 
 def detect(path: str | os.PathLike[str]) -> str:
-    """Return the kind of a file or prefix, detected by its first bytes and the files next to it.
-    Raises FormatError if it is a folder or not a regular file."""
+    """Return the kind of a file or prefix, by its first bytes and the files next to it. Raises
+    FormatError if it is a folder or not a regular file."""
     if Path(path).is_dir():
         raise FormatError(f"{path} is {recognize(path)}")
     idx_path = path_of(prefix_of(path), ".idx")
@@ -111,7 +111,9 @@ def _mmididx(path: Path, _: DTypeLike | None) -> Foreign:
             command = re.compile(f"{REPAIR}((?: --[a-z-]+)*)")
             remedy = command.sub(lambda match: f"`{REPAIR} {name}{match[1]}`", finding.remedy)
             raise FormatError(f"{finding.message} -> {remedy}")
-    meta = _meta_of(prefix, facts, dtype)
+    meta = None
+    with contextlib.suppress(FormatError):  # a file of that name may be another tool's
+        meta = matching_meta(prefix, dtype.name, layout.header, facts.num_tokens)
     ends = None if layout.header.lacks_document_indices else layout.ends()
     modes = np.concatenate([*layout.mode_blocks()]) if facts.is_multimodal else None
     return Foreign(
@@ -125,13 +127,6 @@ def _mmididx(path: Path, _: DTypeLike | None) -> Foreign:
         vocab_size=meta["vocab_size"] if meta else None,
         recorded=TokenFacts.of_meta(meta) if meta and not reordered else None,
     )
-
-
-def _meta_of(prefix: str, facts: Survey, dtype: np.dtype[Any]) -> dict[str, Any] | None:
-    """Return megapack's meta file if it describes this .idx, else None."""
-    with contextlib.suppress(FormatError):  # a file of that name may be another tool's
-        return matching_meta(prefix, dtype.name, facts.layout.header, facts.num_tokens)
-    return None
 
 
 # ---- datatrove -----------------------------------------------------------------------------------
@@ -158,15 +153,13 @@ def _datatrove(path: Path, _: DTypeLike | None) -> Foreign:
     num_tokens = int(ends[-1]) if ends.size else 0
     known = _datatrove_metadata(path)
     width = _proven_width(path, num_tokens, index_path.name, (2, 4)) or (known and known.width) or 2
-    return _with_datatrove_facts(
-        Foreign(
-            tokens_path=path,
-            dtype=_token_dtype(_BY_WIDTH[width]),
-            num_tokens=num_tokens,
-            layout=ArrayLayout(as_lengths(np.diff(np.concatenate([[0], ends.astype(np.int64)])))),
-        ),
-        known,
+    foreign = Foreign(
+        tokens_path=path,
+        dtype=_token_dtype(_BY_WIDTH[width]),
+        num_tokens=num_tokens,
+        layout=ArrayLayout(as_lengths(np.diff(np.concatenate([[0], ends.astype(np.int64)])))),
     )
+    return _with_datatrove_facts(foreign, known)
 
 
 def _datatrove_metadata(path: Path) -> _DatatroveMetadata | None:
@@ -198,21 +191,21 @@ def _datatrove_metadata(path: Path) -> _DatatroveMetadata | None:
 def _with_datatrove_facts(foreign: Foreign, known: _DatatroveMetadata | None) -> Foreign:
     """Check token count and width against ``.metadata``, and add the tokenizer's name."""
     path = foreign.tokens_path
-    if known is not None:
-        where = f"{path}.metadata"
-        if known.num_tokens != foreign.num_tokens:
-            raise FormatError(
-                f"{where} counts {known.num_tokens} tokens, the files have {foreign.num_tokens}: "
-                "they do not belong together; restore them, or remove it"
-            )
-        if known.width is not None and known.width != foreign.dtype.itemsize:
-            raise FormatError(
-                f"{where} records {known.width} bytes per token, the files have "
-                f"{foreign.dtype.itemsize}: restore them, or remove it"
-            )
-        if known.tokenizer is not None:
-            foreign = replace(foreign, metadata={"tokenizer": {"name": known.tokenizer}})
-    return foreign
+    if known is None:
+        return foreign
+    where = f"{path}.metadata"
+    if known.num_tokens != foreign.num_tokens:
+        raise FormatError(
+            f"{where} counts {known.num_tokens} tokens, the files have {foreign.num_tokens}: "
+            "they do not belong together; restore them, or remove it"
+        )
+    if known.width not in (None, foreign.dtype.itemsize):
+        raise FormatError(
+            f"{where} records {known.width} bytes per token, the files have "
+            f"{foreign.dtype.itemsize}: restore them, or remove it"
+        )
+    named = {"tokenizer": {"name": known.tokenizer}} if known.tokenizer is not None else {}
+    return replace(foreign, metadata=named)
 
 
 # ---- dolma and OLMo-core -------------------------------------------------------------------------
@@ -398,10 +391,9 @@ def open_foreign(
         )
     if kind == "mmididx":
         return foreign
-    mask_path, tokenizer = _mask_of(foreign), _tokenizer_beside(Path(path))
-    if tokenizer and "tokenizer" not in foreign.metadata:
-        foreign = replace(foreign, metadata={**foreign.metadata, "tokenizer": {"name": tokenizer}})
-    return replace(foreign, mask_path=mask_path)
+    name = _tokenizer_beside(Path(path))
+    metadata = {"tokenizer": {"name": name}} if name else {}
+    return replace(foreign, mask_path=_mask_of(foreign), metadata=metadata | foreign.metadata)
 
 
 def _mask_of(foreign: Foreign) -> Path | None:
@@ -434,8 +426,7 @@ def _described(path: Path) -> Path | None:
 
 
 def _tokenizer_beside(path: Path) -> str | None:
-    """Return the name of the tokenizer that open-instruct saved next to files for OLMo-core, or
-    None."""
+    """Return the name of the tokenizer that open-instruct saved next to files for OLMo-core."""
     config = path.with_name("tokenizer") / "tokenizer_config.json"
     if not path.name.startswith("token_ids") or not config.is_file():
         return None

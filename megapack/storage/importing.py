@@ -1,8 +1,7 @@
 """Import token files of other tools as datasets, without copying tokens if the layout allows.
 
-- ``import_dataset``: make a dataset from another tool's file (``foreign.py`` reads it)
-- ``LINKS``, ``SEPARATED``: values of its arguments ``link`` and ``eod_at``
-
+``foreign.py`` reads the files; ``LINKS`` and ``SEPARATED`` are the values of the arguments ``link``
+and ``eod_at`` of ``import_dataset``.
 A file of the five uint16 tokens 7 8 0 9 0, in which 0 ends a document::
 
     import_dataset("train.bin", "train", dtype="uint16", eod_token=0)
@@ -43,13 +42,7 @@ from megapack.storage.index_writer import (
     publish_dataset,
 )
 from megapack.storage.locks import WriterLock
-from megapack.storage.metadata import (
-    COLUMNS,
-    TokenFacts,
-    check_metadata,
-    file_checksum,
-    read_meta,
-)
+from megapack.storage.metadata import COLUMNS, TokenFacts, check_metadata, file_checksum, read_meta
 from megapack.storage.remote.copies import local_output
 from megapack.storage.token_scan import (
     Scan,
@@ -86,9 +79,7 @@ def _read(
     eod_at: str | None,
     vocab_size: int | None,
 ) -> _Source:
-    """Find the documents of a file and check its tokens. Raises the errors of ``open_foreign``,
-    ConfigError if an argument is missing or contradicts the file, and DataError if the separator
-    never occurs, or the ids contradict the dtype or the vocabulary."""
+    """Find the documents of a file and check its tokens."""
     foreign = open_foreign(path, kind, dtype=dtype)
     name = foreign.tokens_path
     if foreign.vocab_size is not None and vocab_size not in (None, foreign.vocab_size):
@@ -169,14 +160,11 @@ def import_dataset(
         metadata: facts for the meta file, which JSON can represent.
         overwrite: replace a different dataset at ``output``.
 
-    Raises:
-        ConfigError: ``output`` exists and is a different dataset, or is not writable; or an
-            argument is missing or contradicts the file.
-        LockedError: another process writes ``output``.
-        FormatError: the file is damaged, of another format, or does not fit the files next to it.
-        DataError: the separator never occurs, the ids contradict the dtype or the vocabulary, or a
-            column does not have one row of its type per token.
-        OSError: a file cannot be read, linked or written; the output does not exist.
+    Raises ConfigError if ``output`` is a different dataset or not writable, or an argument is
+    missing or contradicts the file; LockedError if another process writes ``output``; FormatError
+    if the file is damaged, of another format, or does not fit the files next to it; DataError if
+    the separator never occurs, the ids contradict the dtype or the vocabulary, or a column does not
+    have one row of its type per token; and OSError if a file cannot be read, linked or written.
     """
     if link not in LINKS:
         raise ConfigError(f"link is {link!r}; it is one of {', '.join(LINKS)}")
@@ -190,10 +178,7 @@ def import_dataset(
             kind = earlier_kind if earlier_kind in KINDS else kind
     if kind == "mmididx" and prefix_of(path) != output:
         _refuse_companions(prefix_of(path))
-    with (
-        local_output(output, overwrite=overwrite) as target,
-        WriterLock(target, what="import"),
-    ):
+    with local_output(output, overwrite=overwrite) as target, WriterLock(target, what="import"):
         bin_path = path_of(target, ".bin")
         source_path = path_of(prefix_of(path), ".bin") if kind == "mmididx" else Path(path)
         keeps_bin = bin_path.exists() and bin_path.samefile(source_path)
@@ -216,9 +201,8 @@ def import_dataset(
     if how is None:
         return f"nothing to do: {output} exists already"
     tokens = f"{source.foreign.num_tokens} {source.foreign.dtype.name} tokens ({kind}, .bin {how})"
-    return "; ".join(
-        [f"{output}: {source.layout.num_documents} documents, {tokens}", *source.notes]
-    )
+    summary = [f"{output}: {source.layout.num_documents} documents, {tokens}", *source.notes]
+    return "; ".join(summary)
 
 
 def _refuse_companions(prefix: str) -> None:
@@ -273,8 +257,7 @@ def _write(
     bin_file: Publishable | None = None
     try:
         if foreign.pointers is not None:
-            limits = TokenLimits(foreign.dtype, foreign.vocab_size, foreign.allow_negative)
-            tokens, bin_file = _in_order(foreign, foreign.pointers, layout, bin_path, limits)
+            tokens, bin_file = _in_order(foreign, foreign.pointers, layout, bin_path)
             how = "copied in order"
         content = DatasetContent(
             dtype=foreign.dtype,
@@ -285,11 +268,10 @@ def _write(
             multimodal=layout.modes is not None,
             columns={writer.name: writer.finish() for writer in columns},
         )
-        difference = partial(content.difference_from, target)
         is_new = check_prefix(
             target,
             overwrite=overwrite,
-            difference=difference,
+            difference=partial(content.difference_from, target),
             keeps_bin=keeps_bin,
             columns=content.columns,
         )
@@ -297,8 +279,7 @@ def _write(
             return None
         if bin_file is None and not keeps_bin:
             bin_file, how = _link_or_copy(foreign, bin_path, link)
-        files = [writer.target for writer in columns]
-        publish_dataset(target, content, bin_file, columns=files)
+        publish_dataset(target, content, bin_file, columns=[writer.target for writer in columns])
     finally:
         if bin_file is not None:
             bin_file.discard()
@@ -306,8 +287,7 @@ def _write(
 
 
 def _labels_of_mask(target: str, source: _Source, unpublished: ExitStack) -> ColumnWriter:
-    """Write labels, -100 where the loss mask is 0, under a temporary name, which ``unpublished``
-    removes."""
+    """Write labels, -100 where the loss mask is 0, as ``_column_writers`` writes columns."""
     foreign, mask_path = source.foreign, source.foreign.mask_path
     assert mask_path is not None
     dtype = "int64" if foreign.dtype.itemsize == 8 else "int32"
@@ -331,8 +311,7 @@ def _labels_of_mask(target: str, source: _Source, unpublished: ExitStack) -> Col
 
 
 def _check_ids(foreign: Foreign, tokens: TokenFacts) -> None:
-    """Raise DataError for ids outside the limits, and FormatError for tokens that do not match
-    their meta file."""
+    """Raise if ids are outside the limits, or tokens do not match their meta file."""
     limits = TokenLimits(foreign.dtype, foreign.vocab_size, foreign.allow_negative)
     if tokens.token_range is not None and not limits.hold(*tokens.token_range):
         low, high = tokens.token_range
@@ -355,11 +334,7 @@ def _check_ids(foreign: Foreign, tokens: TokenFacts) -> None:
 
 
 def _in_order(
-    foreign: Foreign,
-    pointers: NDArray[np.int64],
-    layout: ArrayLayout,
-    bin_path: Path,
-    limits: TokenLimits,
+    foreign: Foreign, pointers: NDArray[np.int64], layout: ArrayLayout, bin_path: Path
 ) -> tuple[TokenFacts, AtomicFile]:
     """Copy the sequences in the order of the index; return facts and the unpublished file."""
     width = foreign.dtype.itemsize
@@ -368,6 +343,7 @@ def _in_order(
     begins, remainders = np.divmod(pointers, width)
     if remainders.any() or (begins < 0).any() or (begins + layout.lengths > size).any():
         raise FormatError(f"{foreign.tokens_path}: sequences lie outside the file; restore it")
+    limits = TokenLimits(foreign.dtype, foreign.vocab_size, foreign.allow_negative)
     writer = TokenWriter(bin_path, limits)
     extents = zip(begins.tolist(), layout.lengths.tolist(), strict=True)
     for sequence, (begin, length) in enumerate(extents):

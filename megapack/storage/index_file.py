@@ -106,7 +106,6 @@ class CheckedArray(_core.CheckedArray, NDArrayOperatorsMixin):
         return self.unchecked[key]
 
     def verify(self) -> None:
-        """Check all blocks."""
         self.require(0, len(self))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
@@ -261,7 +260,6 @@ class IndexFile:
         self.num_documents = self.header.num_documents
 
     def has_its_name(self) -> bool:
-        """Return whether the path still leads to the file that was opened."""
         return is_at(self.header.identity, self.name)
 
     @property
@@ -302,11 +300,9 @@ class IndexFile:
             self._checked = CheckedArray.of(self._mapped, checksums, name=self.name, remedy=remedy)
 
     def length(self, sequence: int) -> int:
-        """Return the number of tokens of one sequence."""
         return self._number(_LENGTH, self.header.lengths_at + 4 * sequence)
 
     def pointer(self, sequence: int) -> int:
-        """Return the byte of .bin at which one sequence begins."""
         return self._number(_POINTER, self.header.pointers_at + 8 * sequence)
 
     def _number(self, layout: struct.Struct, at: int) -> int:
@@ -333,8 +329,8 @@ class IndexFile:
         return _core.document_lengths(self.bytes, self.name)
 
     def document_offsets(self, itemsize: int) -> NDArray[np.int64]:
-        """Return the token position in .bin at which each document begins, and the end of the last
-        one: int64, (num_documents + 1,)."""
+        """Return the token of .bin at which each document begins, and the end of the last one:
+        int64, (num_documents + 1,)."""
         return _core.document_offsets(self.bytes, self.name, itemsize)
 
     def modes(self) -> NDArray[np.int8]:

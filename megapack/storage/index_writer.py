@@ -61,8 +61,6 @@ MAX_SEQUENCE_LENGTH = 2**31 - 1
 
 @dataclass(frozen=True)
 class ArrayLayout:
-    """Layout in memory."""
-
     lengths: NDArray[np.int32]  # tokens per sequence
     ends: NDArray[np.int64] | None = None  # sequence after each document; None: 1, 2, 3, ...
     modes: NDArray[np.int8] | None = None  # per sequence; None: not multimodal
@@ -80,15 +78,12 @@ class ArrayLayout:
         return int(self.lengths.sum(dtype=np.int64))
 
     def length_blocks(self) -> Iterator[NDArray[np.int32]]:
-        """Yield the number of tokens of each sequence, in blocks."""
         return _blocks(self.lengths)
 
     def end_blocks(self) -> Iterator[NDArray[np.int64]]:
-        """Yield the number of the sequence that follows each document, in blocks."""
         return _identity_ends(self.num_sequences) if self.ends is None else _blocks(self.ends)
 
     def mode_blocks(self) -> Iterator[NDArray[np.int8]]:
-        """Yield the mode of each sequence, in blocks; only for multimodal layouts."""
         assert self.modes is not None
         return _blocks(self.modes)
 
@@ -127,8 +122,8 @@ class FileLayout:
     def mode_blocks(self) -> Iterator[NDArray[np.int8]]:
         return self._read(np.int8, self.header.modes_at, self.num_sequences)
 
+    # All of an array in memory.
     def lengths(self) -> NDArray[np.int32]:
-        """Return all lengths in memory; ``ends`` and ``pointers`` do the same."""
         return np.concatenate([np.zeros(0, np.int32), *self.length_blocks()])
 
     def ends(self) -> NDArray[np.int64]:
@@ -217,8 +212,8 @@ def _identity_ends(num_sequences: int) -> Iterator[NDArray[np.int64]]:
 
 
 class DocumentLog:
-    """Layout of a dataset under construction. Needs 4 bytes per sequence and, as soon as a document
-    does not have exactly one sequence, 8 bytes per document."""
+    """Layout of a dataset under construction: 4 bytes per sequence and, as soon as a document does
+    not have exactly one sequence, 8 bytes per document."""
 
     def __init__(self, multimodal: bool) -> None:
         self.multimodal = multimodal
@@ -237,7 +232,6 @@ class DocumentLog:
             self._modes.extend(modes if modes is not None else bytes(len(lengths)))
 
     def end_document(self) -> None:
-        """End the current document."""
         self.num_documents += 1
         if self._ends is None:
             if self.num_documents == len(self._lengths):
@@ -246,7 +240,6 @@ class DocumentLog:
         self._ends.append(len(self._lengths))
 
     def add_layout(self, layout: Layout) -> None:
-        """Add all sequences and documents of a valid layout."""
         before = len(self._lengths)
         for lengths in layout.length_blocks():
             self._lengths.frombytes(lengths.tobytes())

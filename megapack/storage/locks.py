@@ -109,9 +109,7 @@ def _new_lock(path: Path, name: str, content: bytes, shared: bool) -> int | None
 def _join_lock(path: Path, name: str, content: bytes, shared: bool) -> int | None:
     """Lock the file that exists; return its descriptor, or None if its owner removed it.
 
-    Raises LockedError if another process holds the lock, and ConfigError if the file is not
-    megapack's.
-    """
+    Raises LockedError if another process holds the lock, ConfigError if it is not a lock file."""
     try:
         if not stat.S_ISREG(path.lstat().st_mode):
             raise _not_our_lock(path, name)
@@ -150,11 +148,9 @@ def _join_lock(path: Path, name: str, content: bytes, shared: bool) -> int | Non
         return None
     try:
         with naming(path):
-            if shared:
-                os.write(writable, content.removeprefix(_LOCK_MARK))
-            else:  # its owners have exited; the mark stays in place
+            if not shared:  # its owners have exited; the mark stays in place
                 os.truncate(writable, len(_LOCK_MARK))
-                os.write(writable, content.removeprefix(_LOCK_MARK))
+            os.write(writable, content.removeprefix(_LOCK_MARK))
     except OSError:
         _release(writable, path, os.getpid())
         raise

@@ -20,13 +20,7 @@ from numpy.typing import DTypeLike
 
 from megapack.errors import ConfigError, DataError
 from megapack.storage.address import is_remote
-from megapack.storage.columns import (
-    INTERPRETED,
-    LABELS,
-    ColumnSpec,
-    ColumnWriter,
-    fill_facts,
-)
+from megapack.storage.columns import INTERPRETED, LABELS, ColumnSpec, ColumnWriter, fill_facts
 from megapack.storage.dataset import check_converted
 from megapack.storage.index_file import path_of, pick_dtype, prefix_of
 from megapack.storage.index_writer import (
@@ -171,7 +165,10 @@ def _write(
         for dataset in inputs:
             tokens.append_dataset(dataset)
             for writer in columns:
-                _append_column(writer, dataset)
+                if writer.name in dataset.columns:
+                    dataset.copy_column(writer)
+                else:
+                    writer.append_fill(dataset.num_tokens)
             if progress is not None:
                 progress(tokens.num_tokens, num_tokens)
         complete = content(tokens.finish(), {writer.name: writer.finish() for writer in columns})
@@ -179,18 +176,10 @@ def _write(
         publish_dataset(target, complete, tokens.target, columns=files)
 
 
-def _append_column(writer: ColumnWriter, dataset: InputDataset) -> None:
-    if writer.name in dataset.columns:
-        dataset.copy_column(writer)
-    else:
-        writer.append_fill(dataset.num_tokens)
-
-
 def _common_columns(
     inputs: list[InputDataset], missing: Literal["fill", "drop"] | None
 ) -> dict[str, ColumnSpec]:
-    """Return the columns of the result. Raises DataError if inputs have different ones, unless
-    ``missing`` decides."""
+    """Return the columns of the result; if inputs have different ones, ``missing`` decides."""
     first_with: dict[str, InputDataset] = {}
     for dataset in inputs:
         for name, entry in dataset.columns.items():
@@ -231,8 +220,8 @@ def _recorded_columns(
             for dataset in inputs
             for entry in [dataset.columns.get(name)]
         ]
-        stretches = [checksum for checksums, _ in facts for checksum in checksums]
-        entries[name] = spec.entry(stretches, joined_range(limits for _, limits in facts))
+        checksums = [*chain(*(checksums for checksums, _ in facts))]
+        entries[name] = spec.entry(checksums, joined_range(limits for _, limits in facts))
     return entries
 
 
@@ -263,15 +252,14 @@ def _check_removal(prefixes: Sequence[str], output: str) -> None:
 
 def _recorded_facts(inputs: list[InputDataset], dtype: np.dtype[Any]) -> TokenFacts | str:
     """Return the facts of all tokens from the meta files, or the reason why they are unknown."""
-    facts_of_inputs: list[TokenFacts] = []
     for dataset in inputs:
         if dataset.facts is None or dataset.dtype != dtype:
             return f"{dataset.prefix} has no checksums as {dtype.name} to compare"
-        facts_of_inputs.append(dataset.facts)
+    facts = [dataset.facts for dataset in inputs if dataset.facts is not None]
     return TokenFacts(
-        sum(facts.num_tokens for facts in facts_of_inputs),
-        [checksum for facts in facts_of_inputs for checksum in facts.checksums],
-        joined_range(facts.token_range for facts in facts_of_inputs),
+        sum(each.num_tokens for each in facts),
+        [*chain(*(each.checksums for each in facts))],
+        joined_range(each.token_range for each in facts),
     )
 
 
@@ -287,12 +275,12 @@ def _common_dtype(inputs: list[InputDataset]) -> np.dtype[Any]:
 
 def _check_tokenizers(inputs: list[InputDataset]) -> None:
     """Raise DataError if the inputs name different tokenizers; all or none must name one."""
-    first = inputs[0]
-    for dataset in inputs[1:]:
-        if _tokenizer(dataset) != _tokenizer(first):
+    first, named = inputs[0], [*map(_tokenizer, inputs)]
+    for dataset, tokenizer in zip(inputs, named, strict=True):
+        if tokenizer != named[0]:
             raise DataError(
                 f"{first.prefix} and {dataset.prefix} name different tokenizers "
-                f"({_tokenizer(first) or 'none'} and {_tokenizer(dataset) or 'none'}); pass "
+                f"({named[0] or 'none'} and {tokenizer or 'none'}); pass "
                 "allow_mixed_tokenizers=True (--allow-mixed-tokenizers) if their ids mean the same"
             )
 

@@ -79,7 +79,6 @@ COLUMNS = "columns"  # key that only datasets with columns have
 
 
 def meta_path(prefix: str | os.PathLike[str]) -> Path:
-    """Return the path of a dataset's meta file."""
     return path_of(prefix, ".meta.json")
 
 
@@ -184,8 +183,7 @@ def file_checksum(path: Path, progress: Callable[[], object] = lambda: None) -> 
 def stretch_checksum(
     file: io.FileIO, num_bytes: int, progress: Callable[[], object] = lambda: None
 ) -> str:
-    """Return the xxh3_128 of the next ``num_bytes``. Raises FormatError if the file is too
-    short."""
+    """Return the xxh3_128 of the next ``num_bytes``; raise FormatError if the file is too short."""
     digest = xxhash.xxh3_128()
     for block in read_array_blocks(file, np.uint8, num_bytes, 1 << 20):
         digest.update(block.data)
@@ -235,9 +233,8 @@ SAMPLED_BLOCKS, SAMPLED_BYTES = 64, 1 << 14  # for ``sampled_checksum``: 1 MiB p
 
 
 def sampled_checksum(num_bytes: int, read: Callable[[int, int], bytes]) -> str:
-    """Return the size of a file and a checksum of 64 evenly spaced blocks of 16 KiB (files up to 1
-    MiB: of all bytes). Changes between the blocks are not detected. ``read``: (begin, end) ->
-    bytes."""
+    """Return the size of a file and a checksum of 64 evenly spaced blocks of 16 KiB (of all bytes
+    of a file up to 1 MiB). ``read``: (begin, end) -> bytes."""
     size = min(num_bytes, SAMPLED_BYTES)
     begins = np.linspace(0, num_bytes - size, SAMPLED_BLOCKS).astype(np.int64).tolist()
     if num_bytes <= SAMPLED_BLOCKS * SAMPLED_BYTES:
@@ -249,7 +246,6 @@ def sampled_checksum(num_bytes: int, read: Callable[[int, int], bytes]) -> str:
 
 
 def bin_checksums(meta: Mapping[str, Any]) -> list[Checksum]:
-    """Return the checksums of the stretches of .bin."""
     return stretches_of(meta["bin"])
 
 

@@ -51,8 +51,6 @@ from megapack.storage.tokens import scan_tokens
 
 
 class _Index(NamedTuple):
-    """Index to write."""
-
     dtype: np.dtype[Any]
     layout: ArrayLayout
 

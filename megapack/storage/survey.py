@@ -108,10 +108,8 @@ class Survey:
         return fits[0] if len(fits) == 1 else None
 
     def meaning(self) -> tuple[np.dtype[Any] | None, str]:
-        """Return the token type of .bin, and the meaning of the dtype code in words.
-
-        The type is None if the tokens are floats or their width is unknown.
-        """
+        """Return the token type of .bin (None if the tokens are floats or their width is unknown),
+        and the meaning of the dtype code in words."""
         code, width, declared = self.layout.header.dtype_code, self.width, self.declared_dtype
         if width is None:
             return None, "no type that fits the size of .bin"

@@ -60,7 +60,6 @@ class Scan:
 
 
 def mapped_tokens(foreign: Foreign) -> Tokens:
-    """Return the tokens of a file, memory-mapped."""
     if not foreign.num_tokens:
         return np.zeros(0, foreign.dtype)
     shape = (foreign.num_tokens,)

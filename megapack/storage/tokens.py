@@ -140,7 +140,6 @@ class TokenLimits:
         return int(((tokens < self.low) | (tokens > self.high)).argmax())
 
     def error(self, document: int | str, position: int, token: int) -> DataError:
-        """Return the error for an id that is not accepted."""
         where = f"document {document}, position {position}"
         return DataError(f"{where}: token id {token} is outside {self.describe()}")
 
@@ -176,8 +175,6 @@ class InputDataset:
         self.columns = column_entries(self.meta, meta_path(self.prefix))
 
     def open_tokens(self) -> io.FileIO:
-        """Open the .bin. Raises FormatError if the dataset was replaced after its index was
-        read."""
         return self._open(self.bin_path)
 
     def copy_column(self, writer: ColumnWriter) -> None:
@@ -270,12 +267,10 @@ class TokenWriter:
             self._append_blocks(blocks, error_at)
 
     def flush(self) -> None:
-        """Write the buffer."""
         self._write(self._buffer[: self._fill])
         self._fill = 0
 
     def finish(self) -> TokenFacts:
-        """Write the buffer and return the facts of all tokens."""
         self.flush()
         self._end_checksum()
         return TokenFacts(self.num_tokens, self._checksums, self._range)

@@ -128,7 +128,6 @@ class _Reader:
         self.num_tokens += tokens.size
 
     def _compare(self, code: str, positions: NDArray[Any], wanted: int, tokens: Tokens) -> None:
-        """Check that the tokens at some positions of .bin are ``wanted``."""
         bounds = np.searchsorted(positions, [self.num_tokens, self.num_tokens + tokens.size])
         in_block = positions[bounds[0] : bounds[1]] - self.num_tokens
         self._add(code, in_block[tokens[in_block] != wanted], tokens)
@@ -146,7 +145,6 @@ class _Reader:
             )
 
     def add_checksum_error(self, begin: int, end: int) -> None:
-        """Record that bytes [begin, end) of .bin do not have their checksum."""
         self._count["checksum"] = self._count.get("checksum", 0) + 1
         bounds = np.array([begin, end - 1]) // self._itemsize
         first, last = np.searchsorted(self.offsets, bounds, side="right") - 1
@@ -172,7 +170,6 @@ class _Reader:
 def _ranges(
     known: tuple[int, int] | None, checks: TokenChecks, meta: dict[str, Any] | None
 ) -> Iterator[Finding]:
-    """Yield findings about the smallest and the largest id."""
     if known is None:
         return
     low, high = known
@@ -195,16 +192,11 @@ def verify(
 ) -> list[Finding]:
     """Run all checks on one dataset; return all findings. The dataset is valid if none is an error.
 
-    Args:
-        prefix: the dataset's prefix, with or without ``.idx``.
-        tokens: also read .bin and all columns (fetch them whole if they are remote), and check
-            their checksums, the range of ids, and the first and last token of every document.
-        vocab_size: all ids must be below this; by default the meta file's value.
-        document_end_token: last token of every non-empty document; by default the meta file's.
-        progress: called with (bytes read, all bytes) of .bin and columns.
-
-    Raises:
-        OSError: a file exists but cannot be read.
+    With ``tokens``, also read .bin and all columns (fetch them whole if they are remote), and check
+    their checksums, the range of ids, and the first and last token of every document: all ids must
+    be below ``vocab_size``, and ``document_end_token`` the last token of every non-empty document
+    (both by default from the meta file). ``progress`` is called with (bytes read, all bytes) of
+    .bin and columns. Raises OSError if a file exists but cannot be read.
     """
     prefix = prefix_of(prefix)
     if is_remote(prefix):
@@ -258,7 +250,6 @@ def verify(
 
 
 def _with_total(progress: Progress | None, before: int, after: int) -> Progress | None:
-    """Return a ``progress`` for a part of the work, with bytes before and after it."""
     if progress is None:
         return None
     return lambda done, total: progress(before + done, before + total + after)

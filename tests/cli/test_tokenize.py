@@ -110,7 +110,7 @@ def test_megatron_options_are_translated_or_refused(tmp_path: Path, corpus: Path
     assert ids_of(tmp_path / "a") == ids_of(tmp_path / "b")
     for more, message in (
         (("--tokenizer-type", "GPT2BPETokenizer"), "is not a GPT2BPETokenizer"),
-        (("--partitions", "4"), "--partitions is not needed: leave it out"),
+        (("--partitions", "4"), "unrecognized arguments: --partitions 4"),
         (("--vocab-file", "v.json"), "name one tokenizer, both together"),
         (("--json-keys", "a/b"), "'a/b' cannot be part of a file name"),
         (("--json-keys", "a", "--messages-key", "m"), "leave out --json-key and --messages-key"),

@@ -35,10 +35,9 @@ from papers.run import Run
 from papers.runs import Result, Scale, by_name, lines, paired, perplexities, probed
 from papers.settings import WHOLE, engine
 
-from megapack import _core
 from megapack.data import Schedule
 from megapack.packing import pack
-from megapack.packing.strategies import exact_ratio, largest_overlap
+from megapack.packing.strategies import exact_ratio
 from megapack.storage import read_document_lengths
 
 TITLE = "Seamless Packing (Yin et al.)"
@@ -318,11 +317,10 @@ def measure_seamless(
     """
     long = lengths[lengths > capacity]
     counts = np.bincount((long - 1) // capacity)[1:]
-    share = largest_overlap(r_max, "exact", capacity)
-    checked = _core.DocumentLengths(np.ascontiguousarray(long))
-    rules = {"capacity": capacity, "r_max": share, "placement": "exact"}
-    stage = _core.seamless_stage_one(checked, rules)
-    done = SeamlessStageOne(stage["num_sliding"], stage["short_tokens"])
+    index = pack(long, "seamless", buckets=[capacity], r_max=r_max)
+    placed = np.bincount(index.segment_document, index.segment_length, len(long))
+    slides = placed > long  # windows overlap
+    done = SeamlessStageOne(int(slides.sum()), int((long[~slides] % capacity).sum()))
     return expect_seamless(counts, capacity, r_max), done
 
 

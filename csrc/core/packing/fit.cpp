@@ -378,40 +378,28 @@ class SlidingCut {
     SeamlessRules rules_;
 };
 
-}  // namespace
-
-template <typename Id, typename Length>
-StageOne count_stage_one(const Documents<Id, Length>& documents, const SeamlessRules& rules,
-                         int threads) {
-    const SlidingCut cut(rules);
-    std::vector<StageOne> parts(threads);
-    for_each_part(threads, documents.size(), threads, [&](std::int64_t p, Part range) {
-        StageOne stage;
+// Counts the tokens that windows repeat or do not cover.
+template <typename Length>
+void count_windows(Span<const Length> lengths, const SlidingCut& cut, int threads,
+                   std::int64_t& repeated, std::int64_t& dropped) {
+    std::vector<std::int64_t> repeats(threads, 0), gaps(threads, 0);
+    for_each_part(threads, lengths.size(), threads, [&](std::int64_t p, Part range) {
         for (std::int64_t i = range.begin; i < range.end; ++i) {
-            const std::int64_t length = documents[i].length;
-            if (length < cut.capacity || !cut.slides(length)) {
-                stage.short_tokens += length < cut.capacity ? length : cut.tail(length);
-                continue;
-            }
+            const std::int64_t length = lengths[i];
+            if (length < cut.capacity || !cut.slides(length)) continue;
             const std::int64_t windows = cut.num_chunks(length);
             std::int64_t covered = cut.capacity;
             for (std::int64_t k = 1; k < windows; ++k)
                 covered += std::min(cut.capacity, cut.begin(length, k) - cut.begin(length, k - 1));
-            ++stage.num_sliding;
-            stage.repeated_tokens += windows * cut.capacity - covered;
-            stage.dropped_tokens += length - covered;
+            repeats[p] += windows * cut.capacity - covered;
+            gaps[p] += length - covered;
         }
-        parts[p] = stage;
     });
-    StageOne sum;
-    for (const StageOne& part : parts) {
-        sum.num_sliding += part.num_sliding;
-        sum.short_tokens += part.short_tokens;
-        sum.dropped_tokens += part.dropped_tokens;
-        sum.repeated_tokens += part.repeated_tokens;
-    }
-    return sum;
+    repeated = lay_out(repeats);
+    dropped = lay_out(gaps);
 }
+
+}  // namespace
 
 template <typename Id, typename Length>
 Samples<Id, Length> pack_fit_decreasing(const Lengths<Length>& lengths, const FitRules& rules,
@@ -468,9 +456,7 @@ Samples<Id, Length> pack_seamless(const Lengths<Length>& lengths, const Seamless
     const SortedRests<Id> sorted = sort.sort([&](std::int64_t chunk, Id document, Length begin) {
         out.put_alone(chunk, document, begin, capacity);
     });
-    const StageOne stage = count_stage_one(documents, rules, run.threads);
-    out.repeated_tokens = stage.repeated_tokens;
-    out.dropped_tokens = stage.dropped_tokens;
+    count_windows<Length>(lengths, cut, run.threads, out.repeated_tokens, out.dropped_tokens);
     run.progress.advance(n);
 
     const Bins<Id, Length> bins(plan, full, sorted, documents.lengths, capacity);
@@ -485,10 +471,6 @@ Samples<Id, Length> pack_seamless(const Lengths<Length>& lengths, const Seamless
     return out;
 }
 
-template StageOne count_stage_one(const Documents<std::int64_t, std::int32_t>&,
-                                  const SeamlessRules&, int);
-template StageOne count_stage_one(const Documents<std::int64_t, std::int64_t>&,
-                                  const SeamlessRules&, int);
 MEGAPACK_INSTANTIATE_STRATEGY(fit_decreasing, FitRules);
 MEGAPACK_INSTANTIATE_STRATEGY(seamless, SeamlessRules);
 

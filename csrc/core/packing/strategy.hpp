@@ -281,15 +281,4 @@ MEGAPACK_DECLARE_STRATEGY(bucket_stream, BucketRules);
 #define MEGAPACK_INSTANTIATE_AS(name, Rules, Id, Length) \
     template Samples<Id, Length> pack_##name(const Lengths<Length>&, const Rules&, const Run&)
 
-// Result of stage one of Seamless Packing.
-struct StageOne {
-    std::int64_t num_sliding = 0;   // documents covered by overlapping windows
-    std::int64_t short_tokens = 0;  // tokens left for stage two
-    std::int64_t dropped_tokens = 0, repeated_tokens = 0;
-};
-
-template <typename Id, typename Length>
-StageOne count_stage_one(const Documents<Id, Length>& documents, const SeamlessRules& rules,
-                         int threads);
-
 }  // namespace megapack

@@ -153,15 +153,13 @@ FramedDocuments<Stored> frame_documents(Span<const Id> ids, Span<const std::int6
     const std::int64_t num_documents = offsets.size() - 1;
     const std::int64_t added = prefix.size() + suffix.size();
     FramedDocuments<Stored> result;
-    result.max_token = num_documents == 0 ? -1 : max_token;
     result.tokens.resize(ids.size() + added * num_documents);
     result.offsets.resize(offsets.size());
     Stored* out = result.tokens.data();
     for (std::int64_t i = 0; i < num_documents; ++i) {
         out = append(prefix, out);
-        const std::int64_t begin = offsets[i];
-        const std::int64_t end = offsets[i + 1];
-        for (std::int64_t k = begin; k < end; ++k) *out++ = static_cast<Stored>(ids[k]);
+        for (std::int64_t k = offsets[i]; k < offsets[i + 1]; ++k)
+            *out++ = static_cast<Stored>(ids[k]);
         out = append(suffix, out);
         result.offsets[i + 1] = out - result.tokens.data();
     }

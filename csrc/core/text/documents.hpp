@@ -2,7 +2,7 @@
 // their token ids.
 //
 //     frame_documents<std::uint16_t>(ids {5, 6, 7}, offsets {0, 2, 3}, prefix {1}, suffix {2}, 10)
-//         ->  tokens {1, 5, 6, 2, 1, 7, 2}, offsets {0, 4, 7}, max_token 7
+//         ->  tokens {1, 5, 6, 2, 1, 7, 2}, offsets {0, 4, 7}
 #pragma once
 
 #include <cstdint>
@@ -30,7 +30,6 @@ template <typename Stored>
 struct FramedDocuments {
     std::vector<Stored> tokens;
     std::vector<std::int64_t> offsets;  // (documents + 1)
-    std::int64_t max_token = -1;
 };
 
 // Adds `prefix` before and `suffix` after every document and narrows the ids (uint32 or int32) to

@@ -17,9 +17,8 @@ versions of its objects. So an object is never confused with the one that it rep
         17                             the same for blocks 4352 to 4607
 
 A block is added to a chunk after it was checked. Eviction removes whole chunks at any time: readers
-copy the blocks of a batch into their own memory and fetch missing blocks again. Fetching whole
-chunks would be simpler, but from an unarranged source it would fetch 500 bytes per byte used
-instead of 4.
+copy the blocks of a batch into their own memory and fetch missing blocks again. (Fetching whole
+chunks of an unarranged source would fetch 500 bytes per byte used instead of 4.)
 
 ``MEGAPACK_CACHE_SIZE`` limits the cache (format: ``megapack.units``); by default there is no limit.
 """
@@ -138,7 +137,6 @@ class RangeLocks:
             time.sleep(_POLL_SECONDS)
 
     def give_back(self, name: str) -> None:
-        """Undo one ``share``."""
         begin = _begin(name)
         with self._mutex:
             self._shared[begin] -= 1
@@ -311,7 +309,6 @@ def _write_at(file: int, data: memoryview, at: int) -> None:
 
 
 def _boot() -> str:
-    """Return 8 hexadecimal digits that identify this boot of the machine."""
     number = Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
     return xxhash.xxh3_64_hexdigest(number)[:8]
 
@@ -344,14 +341,11 @@ def open_cache() -> Cache:
 
 
 @cache
-def _open_cache(directory: str, _pid: int) -> Cache:
-    """Return one cache per process, since locks belong to processes."""
+def _open_cache(directory: str, _pid: int) -> Cache:  # per process: locks belong to processes
     return Cache(Path(directory))
 
 
 class Cache:
-    """Cache in one directory."""
-
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.limit: int | None = None  # maximum size in bytes
@@ -437,8 +431,7 @@ class Cache:
             finally:
                 file.discard()
 
-        def bytes_here() -> int:
-            """Return how many bytes the downloading process has written."""
+        def bytes_here() -> int:  # written by the downloading process
             with contextlib.suppress(FileNotFoundError):
                 files = temporary_files(path.parent)
                 return sum(bytes_on_disk(file) for name, file in files if name == path.name)

@@ -1,7 +1,6 @@
 """``<prefix>.checksums``: a checksum for every block of a remote .bin and of every column.
 
-A checksum in a meta file covers megabytes or gigabytes; reads of ranges need checksums of small
-blocks::
+Reads of ranges need checksums of small blocks; one in a meta file covers megabytes or more::
 
     8 bytes    magic "MEGASUMS"
     4 bytes    size of the header, little-endian
@@ -53,14 +52,11 @@ _SMALL = (".idx", ".meta.json")
 
 @dataclass(frozen=True, kw_only=True)
 class BlockChecksums:
-    """Checksums of one file."""
-
     num_bytes: int
     digests: NDArray[np.uint64]  # (num_blocks,), xxh3_64 of every block
 
     def check(self, first: int, data: memoryview) -> None:
-        """Check bytes that begin at block ``first``. Raises WrongBytesError if a checksum
-        differs."""
+        """Raise WrongBytesError if bytes that begin at block ``first`` are damaged."""
         for block, begin in enumerate(range(0, len(data), BLOCK_BYTES), first):
             digest = xxhash.xxh3_64_intdigest(data[begin : begin + BLOCK_BYTES])
             if digest != self.digests[block]:
@@ -105,11 +101,8 @@ class DatasetChecksums:
 
 
 def write_checksums(prefix: str, path: str | os.PathLike[str]) -> None:
-    """Write the checksums of a local dataset; reads all of .bin and its columns.
-
-    Raises:
-        FormatError: there is a meta file, and the files do not match it.
-    """
+    """Write the checksums of a local dataset; reads all of .bin and its columns. Raises FormatError
+    if the files do not match the meta file."""
     meta = read_meta(prefix)
     columns = column_entries(meta, meta_path(prefix))
     if meta is not None and not has_its_checksums(prefix):
@@ -137,7 +130,6 @@ def write_checksums(prefix: str, path: str | os.PathLike[str]) -> None:
 
 
 def _digests_of(path: Path) -> tuple[int, bytes]:
-    """Return a file's size and the checksums of its blocks."""
     with open_regular(path) as file:
         num_bytes = file_identity(file).num_bytes
         blocks = read_array_blocks(file, np.uint8, num_bytes, BLOCK_BYTES)

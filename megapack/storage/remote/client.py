@@ -89,7 +89,6 @@ def retry_seconds() -> float:
 
 
 def raise_if_ending() -> None:
-    """Raise RuntimeError if the program is ending."""
     if ending.is_set():
         raise RuntimeError("the program ends")
 
@@ -219,10 +218,9 @@ def _object(url: str, meta: Any) -> RemoteObject:
 
 
 def retry_wrong_bytes(url: str, attempt: Callable[[], T]) -> T:
-    """Call ``attempt`` until it returns without WrongBytesError. Raises FormatError after
-    ``WRONG_ATTEMPTS`` failed attempts."""
-    number = 1
-    while True:
+    """Call ``attempt`` until it returns without WrongBytesError, at most ``WRONG_ATTEMPTS`` times;
+    then raise FormatError."""
+    for number in range(1, WRONG_ATTEMPTS + 1):
         try:
             return attempt()
         except WrongBytesError as error:
@@ -232,7 +230,7 @@ def retry_wrong_bytes(url: str, attempt: Callable[[], T]) -> T:
                     "copy with `megapack-build verify`, and upload it again"
                 ) from error
             _log_attempt(url, number, str(error), f"at most {WRONG_ATTEMPTS} times")
-            number += 1
+    raise AssertionError
 
 
 def _retry(url: str, attempt: Callable[[], T]) -> T:
@@ -265,8 +263,7 @@ _logging = threading.Lock()
 
 
 def _log_attempt(url: str, number: int, why: str, retries: str) -> None:
-    """Log a failed attempt, but at most once per folder and ``LOG_SECONDS``: often all requests
-    fail at once."""
+    """Log a failed attempt, at most once per folder and ``LOG_SECONDS``: many may fail."""
     folder = url.rpartition("/")[0]
     with _logging:
         now = time.monotonic()
@@ -323,7 +320,6 @@ def _no_credentials(url: str, error: Exception) -> ConfigError:
 
 
 def _summary(error: Exception) -> str:
-    """Return first line, code and message of a store's error; other lines may contain secrets."""
     line, _, more = str(error).partition("\n\nDebug source")[0].partition("\n")
     code = "".join(re.findall(r"^<Error>.*?</Message>", more, re.DOTALL))
     return redacted(line)[:300] + redacted(code)[:300]

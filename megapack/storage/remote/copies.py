@@ -10,6 +10,7 @@ before the upload. Local prefixes and paths are used directly.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import tempfile
@@ -75,17 +76,16 @@ def local_copy(prefix: str | os.PathLike[str], *, tokens: bool = True) -> Iterat
 
 
 def _large_objects(pair: RemotePair) -> list[RemoteObject]:
-    """Return .bin and the columns."""
     entries = column_entries(read_meta(pair.local_prefix), f"{pair.prefix}.meta.json")
     return [pair.bin_object, *pair.column_objects(entries)]
 
 
 def _check_blocks(sums: BlockChecksums, path: Path) -> None:
-    first = 0
     with path.open("rb") as file:
-        while data := file.read(_CHECKED_BLOCKS * BLOCK_BYTES):
+        for first in itertools.count(0, _CHECKED_BLOCKS):
+            if not (data := file.read(_CHECKED_BLOCKS * BLOCK_BYTES)):
+                return
             sums.check(first, memoryview(data))
-            first += _CHECKED_BLOCKS
 
 
 @contextlib.contextmanager
@@ -219,8 +219,7 @@ def upload_dataset(prefix: str, address: str) -> None:
 
 
 def _columns_at(address: str) -> set[str]:
-    """Return the suffixes of the columns of the dataset at an address, if its meta file is
-    sound."""
+    """Return the suffixes of the columns at an address, if its meta file is sound."""
     with contextlib.suppress(FileNotFoundError, FormatError):
         meta = str(fetch_file(f"{address}.meta.json")).removesuffix(".meta.json")
         return {f".{name}.col" for name in column_entries(read_meta(meta), meta)}

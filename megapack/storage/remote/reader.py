@@ -43,12 +43,7 @@ from megapack.storage.remote.cache import (
     runs_of,
     wait_for,
 )
-from megapack.storage.remote.checksums import (
-    BLOCK_BYTES,
-    SUFFIX,
-    BlockChecksums,
-    DatasetChecksums,
-)
+from megapack.storage.remote.checksums import BLOCK_BYTES, SUFFIX, BlockChecksums, DatasetChecksums
 from megapack.storage.remote.client import RemoteObject, find_object, missing
 
 log = logging.getLogger(__name__)
@@ -107,15 +102,13 @@ class RemoteRows:
 
     @property
     def mapped_bytes(self) -> NDArray[np.uint8]:
-        """Bytes of all rows, ``(nbytes,)``; only those that are being read have values, others are
-        0."""
+        """Bytes of all rows, ``(nbytes,)``; 0 except those that are being read."""
         data = self._bytes[: self.nbytes]
         data.flags.writeable = False
         return data
 
     @property
     def mapped(self) -> NDArray[Any]:
-        """``mapped_bytes`` as an array of ``shape``."""
         return self.mapped_bytes.view(self.dtype).reshape(self.shape)
 
     @property
@@ -145,7 +138,6 @@ class RemoteRows:
         return np.asarray(self[:], dtype)
 
     def are_here(self, blocks: Blocks) -> bool:
-        """Return whether this process has seen all blocks in the cache."""
         return bool(self._seen[blocks].all())
 
     def want(self, blocks: Blocks) -> set[Future[None]]:
@@ -235,7 +227,6 @@ class RemoteRows:
                 self._memory.madvise(mmap.MADV_DONTNEED, begin, num_bytes)
 
     def num_missing(self, blocks: Blocks) -> int:
-        """Return how many blocks this process has not seen in the cache."""
         return int((~self._seen[blocks]).sum())
 
     def awaited(self, blocks: Blocks) -> str | None:
@@ -307,17 +298,12 @@ class RemotePair:
         return RemoteRows(self.bin_object, chunks, sums, dtype, (num_tokens,))
 
     def open_columns(self, entries: Mapping[str, ColumnEntry]) -> dict[str, Column]:
-        """Return columns, given their entries of the meta file.
-
-        Raises:
-            FormatError: a column is missing or has another size, or the dataset was replaced after
-                it was opened.
-            MegapackError, OSError: see ``RemoteRows``, ``RemoteObject.read``.
-        """
+        """Return columns, given their entries of the meta file. Raises FormatError if a column is
+        missing or has another size, or the dataset was replaced after it was opened, and the errors
+        of ``RemoteRows`` and ``RemoteObject.read``."""
         columns = {}
-        for (name, entry), column in zip(
-            entries.items(), self.column_objects(entries), strict=True
-        ):
+        objects = self.column_objects(entries)
+        for (name, entry), column in zip(entries.items(), objects, strict=True):
             file_name, spec = split_address(column.url)[1], entry.spec
             # An entry for each version, also if another tool replaced only this object.
             chunks = Chunks(self.cache.entry(file_name, self.prefix, column) / file_name)
@@ -386,8 +372,7 @@ def open_remote_pair(prefix: str) -> RemotePair:
         check = _has_checksum(digests.get(".meta.json"))
         cache.fetch(meta, path_of(local_prefix, ".meta.json"), check)
     if not path_of(local_prefix, ".idx").exists():
-        # Take the checksum of .idx from the .checksums file, else from the meta file, else check
-        # none.
+        # The checksum of .idx is in the .checksums file, else in the meta file.
         recorded = None if checksums is not None else read_meta(local_prefix)
         expected = digests.get(".idx") if recorded is None else recorded["idx"]["xxh3_128"]
         cache.fetch(index, path_of(local_prefix, ".idx"), _has_checksum(expected))

@@ -44,9 +44,7 @@ class ReadOptions:
     split_key: str | None = None  # documents get the hash of its value
     # Documents get the JSON of the values of these keys: (name, key). See ``token_values``.
     value_keys: tuple[tuple[str, str], ...] = ()
-    group_key: str | None = (
-        None  # documents get a group from its value; documents without the key get none
-    )
+    group_key: str | None = None  # documents get a group from its value; without the key, none
     block_bytes: int = 4 << 20  # text per block; memory grows with it
     max_document_bytes: int = 1 << 30  # a longer line or file is a fault ("too long")
 
@@ -140,13 +138,11 @@ class TextBlock:
         return self.locate(int(self.positions[i]))
 
     def strings(self) -> list[str]:
-        """Return the documents as Python strings."""
         data, bounds = self.text.data, self.offsets.tolist()
         return [str(data[a:b], "utf-8") for a, b in itertools.pairwise(bounds)]
 
     def select(self, keep: NDArray[np.bool_]) -> TextBlock:
-        """Return the documents where ``keep`` is true; copy the text only if a document is
-        dropped."""
+        """Return the documents where ``keep`` is true; if it drops none, without a copy."""
         if keep.all():
             return self
         lengths = np.diff(self.offsets)
@@ -154,13 +150,10 @@ class TextBlock:
         if lengths[~keep].any():
             text = text[np.repeat(keep, lengths)]
         hashes = None if self.hashes is None else self.hashes[keep]
-        values = {
-            name: list(itertools.compress(texts, keep.tolist()))
-            for name, texts in self.values.items()
-        }
+        kept = keep.tolist()
+        values = {name: [*itertools.compress(texts, kept)] for name, texts in self.values.items()}
         groups = None if self.groups is None else self.groups[keep]
-        offsets = offsets_of(lengths[keep])
-        positions = self.positions[keep]
+        offsets, positions = offsets_of(lengths[keep]), self.positions[keep]
         return TextBlock(text, offsets, positions, self.locate, hashes, values, groups)
 
     def in_groups(self, hashes: NDArray[np.uint64], none: NDArray[np.bool_]) -> TextBlock:
@@ -252,13 +245,8 @@ class Faults:
     places: dict[str, list[Place]] = field(default_factory=dict)
 
     def record(self, kind: str, place: Place, detail: str = "") -> None:
-        """Count one document. Raises DataError if ``on_error`` is "fail", except for benign kinds.
-
-        Args:
-            kind: short name of the fault ("malformed JSON"), under which it is counted.
-            place: place of the document.
-            detail: more about the fault, for the DataError.
-        """
+        """Count one document under a short name of its fault ("malformed JSON"). Raises DataError,
+        with ``detail``, if ``on_error`` is "fail", except for benign kinds."""
         if kind not in _BENIGN and self.on_error == "fail":
             reason = f" ({detail})" if detail else ""
             raise DataError(
@@ -274,12 +262,8 @@ class Faults:
         place: Callable[[int], Place],
         detail: Callable[[int], str] = lambda _: "",
     ) -> None:
-        """Count many documents of one kind. Raises as ``record``.
-
-        Args:
-            rows: rows of the documents.
-            place, detail: called with a row, for the few rows that are shown.
-        """
+        """Count many documents of one kind; ``place`` and ``detail`` are called with a row, for the
+        few that are shown. Raises as ``record``."""
         if len(rows):
             first = int(rows[0])
             stops = kind not in _BENIGN and self.on_error == "fail"
@@ -288,7 +272,6 @@ class Faults:
             self._add(kind, len(rows) - 1, [place(int(row)) for row in shown])
 
     def add(self, later: Faults) -> None:
-        """Add faults that were recorded later in the corpus."""
         for kind, count in later.counts.items():
             self._add(kind, count, later.places.get(kind, []))
 

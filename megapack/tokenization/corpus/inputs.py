@@ -525,9 +525,8 @@ def open_stream(file: InputFile) -> Iterator[BinaryIO]:
         try:
             yield stream
         except damage as error:
-            raise DataError(
-                f"{file.path} is truncated or damaged ({error}); download it again"
-            ) from (error)
+            problem = f"{file.path} is truncated or damaged ({error}); download it again"
+            raise DataError(problem) from error
 
 
 def require_unchanged(file: InputFile, facts: os.stat_result) -> None:

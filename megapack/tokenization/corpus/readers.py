@@ -70,9 +70,8 @@ def plan_shards(files: Sequence[InputFile], *, shard_bytes: int, json_key: str) 
     between row groups, Arrow files between record batches. Other files are not cut, so a shard may
     be larger than ``shard_bytes``.
 
-    Raises:
-        ConfigError: ``shard_bytes`` is not positive.
-        DataError: a parquet or Arrow file is damaged.
+    be larger than ``shard_bytes``. Raises ConfigError if ``shard_bytes`` is not positive, and
+    DataError if a parquet or Arrow file is damaged.
     """
     if shard_bytes < 1:
         raise ConfigError(f"the shard size is {shard_bytes} bytes; it must be at least 1")
@@ -115,11 +114,8 @@ def read_blocks(
     pieces: Iterable[Piece], options: ReadOptions, faults: Faults
 ) -> Iterator[TextBlock]:
     """Yield the documents of ``pieces``, in order, as blocks without empty or invalid documents.
-
-    Raises:
-        DataError: a damaged file; a faulty document that ``faults`` does not skip.
-        OSError: a file cannot be read.
-    """
+    Raises DataError for a damaged file, or a faulty document that ``faults`` does not skip, and
+    OSError for a file that cannot be read."""
     for is_text, group in itertools.groupby(pieces, lambda piece: piece.file.format == "text"):
         if is_text:
             yield from _read_texts([piece.file for piece in group], options, faults)
@@ -244,9 +240,7 @@ def read_jsonl_blocks(piece: Piece, options: ReadOptions, faults: Faults) -> Ite
                 line = data[int(line_begin[row]) :].partition(b"\n")[0]  # noqa: B023 (called now)
                 return _line_detail(line, options)
 
-            rows_of = {
-                fault: np.flatnonzero(status == i) for i, fault in enumerate(_LINE_FAULTS, 1)
-            }
+            rows_of = {f: np.flatnonzero(status == i) for i, f in enumerate(_LINE_FAULTS, 1)}
             first_rows = [(int(rows[0]), fault) for fault, rows in rows_of.items() if len(rows)]
             for _, fault in sorted(first_rows):  # report the first faulty line
                 faults.record_rows(fault, rows_of[fault], block.place, detail)

@@ -76,10 +76,7 @@ def read_table(piece: Piece, options: ReadOptions, faults: Faults) -> Iterator[T
         for row, batch in table.batches(piece.begin, piece.end, names, options.block_bytes):
             column = _column(batch, columns[0])
             if options.values == "lists":
-                values = {
-                    name: _as_json(_column(batch, path_in_batch))
-                    for name, path_in_batch in extra.items()
-                }
+                values = {name: _as_json(_column(batch, at)) for name, at in extra.items()}
                 column = _chats(column, values, options.json_key, path)
             text, offsets, missing = _arrow_text(column, options.json_key, path)
             block = TextBlock(text, offsets, np.arange(len(offsets) - 1) + row, locate)

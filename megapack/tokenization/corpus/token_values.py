@@ -151,11 +151,9 @@ class TokenValues:
             value: JSON, one of: a list of one row per token; a list of half-open character spans
                 [begin, end, row]: a token that contains a character of a span gets its row (the
                 last span wins), all others the fill value; the path of a .npy with one row per
-                token; "", null or []: no values.
+                token, relative to ``folder``; "", null or []: no values.
             num_tokens: tokens of the document, without the frame.
-            text: the document.
-            spans: returns the characters of each token (``Encoder.spans``).
-            folder: folder to which the path of a .npy is relative.
+            spans: returns the characters of each token of ``text`` (``Encoder.spans``).
 
         Raises:
             DataError: ``value`` has a different form, the wrong number of rows, or a row that does
@@ -186,7 +184,6 @@ class TokenValues:
         return rows
 
     def rows(self, values: Any) -> NDArray[Any]:
-        """Return values as stored. Raises DataError if they do not fit."""
         return self.spec.rows(values)
 
     def framed(self, rows: NDArray[Any], before: int, after: int) -> NDArray[Any]:

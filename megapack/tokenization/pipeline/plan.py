@@ -32,12 +32,7 @@ from megapack.errors import ConfigError, require
 from megapack.storage.address import is_remote
 from megapack.storage.columns import INTERPRETED, LABELS, WEIGHTS, ColumnSpec
 from megapack.storage.index_file import GROUPS, prefix_of
-from megapack.tokenization.corpus.documents import (
-    SPLIT_NAMES,
-    OnError,
-    ReadOptions,
-    parse_split,
-)
+from megapack.tokenization.corpus.documents import SPLIT_NAMES, OnError, ReadOptions, parse_split
 from megapack.tokenization.corpus.inputs import Format, InputFile, require_utf8
 from megapack.tokenization.corpus.readers import Shard, default_shard_bytes, plan_shards
 from megapack.tokenization.corpus.token_values import (
@@ -194,12 +189,10 @@ class BuildConfig:
 
     @property
     def column_options(self) -> list[ColumnOption]:
-        """Columns to read from the corpus."""
         return [ColumnOption.parse(text) for text in self.columns]
 
     @property
     def split_weights(self) -> tuple[float, ...] | None:
-        """Weights of train, valid and test."""
         return None if self.split is None else parse_split(self.split)
 
     @property
@@ -336,7 +329,6 @@ class Plan:
 
     @property
     def split(self) -> tuple[float, ...] | None:
-        """Weights of train, valid and test."""
         return self.config.split_weights
 
     @property
@@ -395,16 +387,9 @@ class Plan:
 
 
 def make_plan(config: BuildConfig, inputs: list[InputFile], note: Callable[[str], None]) -> Plan:
-    """Decide everything that ``config`` leaves open.
-
-    Args:
-        note: called with one sentence for every decision that a user may not expect.
-
-    Raises:
-        ConfigError: unknown tokenizer, special token or backend.
-        DataError: an input is damaged.
-        MegapackError: a package is missing.
-    """
+    """Decide everything that ``config`` leaves open; ``note`` is called with a sentence for every
+    decision that a user may not expect. Raises ConfigError for an unknown tokenizer, special token
+    or backend, DataError if an input is damaged, and MegapackError if a package is missing."""
     tokenizer = TokenizerFiles.open(config.tokenizer)
     require_runnable(tokenizer)
     as_text = config.special_tokens == "text"
@@ -501,10 +486,7 @@ def _require_keys(config: BuildConfig, inputs: Iterable[InputFile]) -> None:
 
 
 def _column_specs(
-    config: BuildConfig,
-    read: ReadOptions,
-    shards: Sequence[Shard],
-    note: Callable[[str], None],
+    config: BuildConfig, read: ReadOptions, shards: Sequence[Shard], note: Callable[[str], None]
 ) -> dict[str, ColumnSpec]:
     """Return the types of the columns: labels of conversations, loss weights, and those of
     ``--column``, from the option or the first document of a sample that has a value. Report an

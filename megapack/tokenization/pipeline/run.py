@@ -76,12 +76,10 @@ class BuildResult:
 
     @property
     def num_shards(self) -> int:
-        """Number of shards of this run."""
         return len(self.records)
 
     @property
     def num_shards_kept(self) -> int:
-        """Number of shards that an earlier run had finished."""
         return sum(record.kept for record in self.records)
 
 
@@ -98,9 +96,7 @@ class Preview:
 
 
 def preview(config: BuildConfig, progress: Progress) -> Preview:
-    """Plan a build and look at its files; write nothing. Raises as ``build`` does before its first
-    shard.
-    """
+    """Plan a build, look at its files, and write nothing. Raises as ``build`` before a shard."""
     plan = make_plan(config, _inputs(config, progress), progress.note)
     workspace = Workspace(plan)
     return Preview(
@@ -208,9 +204,7 @@ def _build_shards(plan: Plan, workspace: Workspace, progress: Progress) -> list[
         check_space(workspace.root.parent, disk_bytes, to_join=to_join, note=progress.note)
     progress.start(plan.num_bytes(indices), len(indices), disk_bytes)
     if config.executor == "ray" or num_processes > 1:
-        worker = dataclasses.replace(
-            worker
-        )  # without the tokenizer, which each process loads itself
+        worker = dataclasses.replace(worker)  # each process loads the tokenizer itself
     return run_shards(
         worker,
         indices,
@@ -245,19 +239,12 @@ def assemble(
     *,
     command: str,
 ) -> None:
-    """Join all shards.
+    """Join all shards, ``documents_of_shard`` documents in each.
 
-    If the disk cannot hold two copies, each shard's tokens are deleted after they are copied; a
-    run that is stopped then has to build these shards again.
-
-    Args:
-        documents_of_shard: number of documents of every shard of the plan.
-        progress: called with (shards copied, shards to copy), summed over outputs.
-        command: command line for the meta files.
-
-    Raises:
-        DataError: a split would be empty.
-        OSError: a file cannot be written.
+    If the disk cannot hold two copies, each shard's tokens are deleted after they are copied; a run
+    that is stopped then has to build these shards again. ``progress`` is called with (shards
+    copied, shards to copy), summed over outputs. ``command`` is the command line for the meta
+    files. Raises DataError if a split would be empty, and OSError if a file cannot be written.
     """
     directory, outputs = workspace.directory, plan.config.outputs
     shards = [shard_prefix(directory, i) for i in range(len(documents_of_shard))]
@@ -275,10 +262,8 @@ def assemble(
 
     ranges: dict[str, range] = {}  # documents of each split; {}: shards are joined whole
     if plan.split is not None and not plan.split_while_writing:
-        split_ranges = ordered_split(plan.split, sum(documents_of_shard))
-        ranges = {
-            f"_{name}": documents for name, documents in zip(SPLIT_NAMES, split_ranges, strict=True)
-        }
+        splits = ordered_split(plan.split, sum(documents_of_shard))
+        ranges = {f"_{name}": split for name, split in zip(SPLIT_NAMES, splits, strict=True)}
     for stream, output in outputs.items():  # check all before writing one
         if ranges:
             num_documents = len(ranges[stream.removesuffix(GROUPS)])

@@ -43,11 +43,9 @@ def prefetch(items: Generator[T, None, None], *, depth: int = 2) -> Generator[T,
     """Yield the same items in the same order, computed while the consumer uses earlier ones.
 
     Reading, encoding and writing mostly run without the interpreter's lock, so in separate threads
-    they overlap with each other and with waits for the disk. Closing this generator (also after an
-    error in the consumer) closes ``items``.
 
-    Args:
-        depth: number of items to compute in advance; memory grows with it.
+    they overlap with each other and with waits for the disk. ``depth`` items are computed in
+    advance. Closing this generator (also after an error in the consumer) closes ``items``.
     """
     end = object()
     with ThreadPoolExecutor(1, thread_name_prefix="megapack-prefetch") as thread:
@@ -62,12 +60,9 @@ def prefetch(items: Generator[T, None, None], *, depth: int = 2) -> Generator[T,
 
 
 def open_coder(plan: Plan, limits: Limits = Limits()) -> Coder:  # noqa: B008
-    """Load the tokenizer of a plan; return a function that turns documents into tokens.
-
-    Raises:
-        ConfigError: the backend or the chat format does not fit the tokenizer.
-        MegapackError: a package is missing.
-    """
+    """Load the tokenizer of a plan; return a function that turns documents into tokens. Raises
+    ConfigError if the backend or the chat format does not fit the tokenizer, and MegapackError if a
+    package is missing."""
     config, files = plan.config, plan.tokenizer
     if plan.chat_format == "template":
         template_chats = chat_templates().TemplateChats
@@ -109,11 +104,8 @@ class ShardWorker:
         return open_coder(self.plan, self.limits)
 
     def build(self, index: int, report: Report) -> ShardRecord:
-        """Build a shard, unless it is finished already; return its record.
-
-        Args:
-            index: number of the shard in the plan.
-            report: called after every block.
+        """Build a shard of the plan, unless it is finished already; return its record. ``report``
+        is called after every block.
 
         Raises:
             ConfigError: tokenizer files or libraries of this machine differ from the plan; the

@@ -132,9 +132,8 @@ def write_record(prefix: str, plan: str, record: ShardRecord) -> None:
 
 
 def read_record(prefix: str, plan: str, datasets: Sequence[str]) -> ShardRecord | None:
-    """Return a shard's record, or None if it is damaged, of another plan (``plan`` is a digest), or
-    if a dataset does not match its size and checksums.
-    """
+    """Return a shard's record; None if it is damaged, of another plan (``plan`` is a digest), or a
+    dataset does not match its size and checksums."""
     try:
         tree = json.loads(record_path(prefix).read_bytes())
         if tree["plan"] != plan or not all(map(has_its_checksums, datasets)):
@@ -188,10 +187,8 @@ class Workspace:
             )
             for stream, p in self._config.outputs.items()
         ]
-        all_exist = all(map(IndexedDataset.exists, self._config.outputs.values()))
-        return (
-            None if before is None or any(is_new) or not all_exist else Totals.of_manifest(before)
-        )
+        exist = all(map(IndexedDataset.exists, self._config.outputs.values()))
+        return Totals.of_manifest(before) if before and exist and not any(is_new) else None
 
     def _difference(self, before: Mapping[str, Any] | None, prefix: str) -> str | None:
         """Return how the dataset at an output prefix differs from this plan's; None: equal."""
@@ -212,17 +209,14 @@ class Workspace:
             del now[key]
         if now["inputs"] != before["inputs"] and self._has_contents(before):
             now["inputs"] = before["inputs"]  # only times or paths differ
+        # "skip" accepts both results; "fail" accepts one without dropped documents.
         if now["on_error"] == "skip" or not lacks_documents(before["skipped"]):
-            del now[
-                "on_error"
-            ]  # "skip" accepts both results; "fail" accepts one without dropped documents
+            del now["on_error"]
         return differences(before, now)
 
     def _has_contents(self, before: Mapping[str, Any]) -> bool:
-        """Return whether the inputs have the contents of a finished build's inputs.
-
-        Reads only files whose path or modification time differs.
-        """
+        """Return whether the inputs have the contents of a finished build's inputs. Reads only
+        files whose path or modification time differs."""
         digests, inputs = before.get("input_digests", []), self._plan.inputs
         if not len(inputs) == len(digests) == len(before["inputs"]):
             return False
@@ -239,13 +233,8 @@ class Workspace:
     @contextlib.contextmanager
     def locked(self, note: Callable[[str], None]) -> Iterator[None]:
         """Lock the workspace, or this part of it; create it, or empty it for ``overwrite``.
-
-        Args:
-            note: receives sentences about shards of other plans.
-
-        Raises:
-            LockedError: another process holds the lock.
-        """
+        ``note`` receives sentences about shards of other plans. Raises LockedError if another
+        process holds the lock."""
         part = self._config.part
         make_own_folder(self.root)
         with contextlib.ExitStack() as stack:
@@ -303,9 +292,7 @@ class Workspace:
         self._remove()
 
     def remove_leftovers(self) -> None:
-        """Remove shards of a complete build, which a run leaves if it is killed after the last
-        output.
-        """
+        """Remove the shards of a complete build whose run was killed after the last output."""
         if is_own_folder(self.root):
             # If another process holds the lock, that process removes the shards.
             with contextlib.suppress(LockedError), WriterLock(self.root, what="tokenize"):
@@ -324,7 +311,6 @@ class Workspace:
                 remove_own_folder(self.root)
 
     def _plans(self) -> list[Path]:
-        """Return the directories of all plans."""
         return sorted(path.parent for path in self.root.glob(f"*/{_PLAN}"))
 
     def _write(self, path: Path, totals: Totals | None = None) -> None:
@@ -404,8 +390,7 @@ def estimate_build(plan: Plan, coder: Coder) -> Estimate:
 
 def _bytes_read(block: TextBlock) -> int:
     """Return the size of a sample in the unit of ``Shard.num_bytes``: bytes of the file for plain
-    JSON Lines, else bytes of the text.
-    """
+    JSON Lines, else bytes of the text."""
     text = len(block.text)
     if block.place(0).unit != "byte" or len(block) == 1:
         return text
@@ -414,16 +399,8 @@ def _bytes_read(block: TextBlock) -> int:
 
 
 def check_space(directory: Path, needed: int, *, to_join: int, note: Callable[[str], None]) -> None:
-    """Raise if the disk cannot hold the build; call ``note`` if it cannot hold shards and result.
-
-    Args:
-        directory: directory of the result.
-        needed: approximate bytes of shards to write.
-        to_join: approximate bytes of the result; 0: nothing is joined.
-
-    Raises:
-        MegapackError: the disk cannot hold one copy.
-    """
+    """Raise MegapackError if the disk of ``directory`` cannot hold ``needed`` bytes of shards; call
+    ``note`` if it cannot hold ``to_join`` bytes of the result as well. Both are approximate."""
     free = free_bytes(directory)
     if needed * _SURE > free:
         raise MegapackError(
@@ -443,7 +420,6 @@ def free_bytes(directory: Path) -> int:
 
 
 def directory_bytes(directory: Path) -> int:
-    """Return the bytes of files in a directory. Other processes may delete them meanwhile."""
     total = 0
     with contextlib.suppress(FileNotFoundError):
         for path in directory.iterdir():

@@ -40,19 +40,14 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class Rendered(NamedTuple):
-    """A conversation as text."""
-
     text: str
     answers: list[Span]  # written by the assistant (in {% generation %} blocks)
 
 
 class ChatTemplate:
-    """A compiled template.
-
-    ``name`` is the template's name in messages. ``variables`` are the names that ``render`` has to
-    pass to it; ``marks_answers`` is True if it has ``{% generation %}`` blocks. Raises ConfigError
-    if the template cannot be compiled.
-    """
+    """A compiled template; ``name`` is its name in messages. ``variables`` are the names that
+    ``render`` has to pass to it; ``marks_answers`` is True if it has ``{% generation %}`` blocks.
+    Raises ConfigError if the template cannot be compiled."""
 
     def __init__(self, source: str, name: str) -> None:
         self._name = name
@@ -69,13 +64,9 @@ class ChatTemplate:
         self.marks_answers = self._environment.has_generation
 
     def render(self, **variables: Any) -> Rendered:
-        """Return the text for ``variables``: plain JSON values, and a ``clock``.
-
-        Raises:
-            DataError: the template refuses the conversation (``raise_exception``).
-            TemplateError: any other error of the template.
-            MemoryError: the process has too little memory.
-        """
+        """Return the text for ``variables``: plain JSON values, and a ``clock``. Raises DataError
+        if the template refuses the conversation (``raise_exception``), TemplateError for any other
+        error of the template, and MemoryError."""
         environment = self._environment
         environment.num_characters, environment.generated = 0, []
         renew_time_limit()
@@ -126,9 +117,7 @@ def normalized(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def clock(date: str) -> Callable[[str], str]:
-    """Return ``strftime_now`` for a fixed date. Raises ValueError if ``date`` is not of the form
-    2026-01-31.
-    """
+    """Return ``strftime_now`` for a date like 2026-01-31. Raises ValueError for another form."""
     return datetime.datetime.fromisoformat(date).strftime
 
 
@@ -179,8 +168,6 @@ def _check_name(name: object) -> None:
 
 
 class _Dict:
-    """``dict`` of templates."""
-
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
 

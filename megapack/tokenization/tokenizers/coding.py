@@ -72,13 +72,11 @@ class Frame(NamedTuple):
         self, ids: NDArray[Any], offsets: NDArray[np.int64], *, bare: bool = False
     ) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """Check ids, convert them to ``dtype`` and, unless ``bare``, add prefix and suffix. Raises
-        DataError if an id is outside the vocabulary.
-        """
+        DataError if an id is outside the vocabulary."""
         narrow = self.dtype == "uint16"
         frame = _core.frame_documents_uint16 if narrow else _core.frame_documents_int32
         before, after = ([], []) if bare else (list(self.prefix), list(self.suffix))
-        tokens, framed, _ = frame(ids, offsets, before, after, self.vocab_size)
-        return tokens, framed
+        return frame(ids, offsets, before, after, self.vocab_size)
 
 
 # Turns a block of documents into tokens. Drops documents without tokens and records them as faults.
@@ -228,7 +226,6 @@ class Chat(NamedTuple):
 
 
 def _from_json(text: str, what: str) -> Any:
-    """Parse JSON. Raises DataError, whose message begins with ``what``, if it is invalid."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:  # also: integer too long, nesting too deep
@@ -236,8 +233,6 @@ def _from_json(text: str, what: str) -> Any:
 
 
 class CodedChat(NamedTuple):
-    """Tokens of one conversation."""
-
     ids: NDArray[np.int32]
     learned: NDArray[np.bool_]  # per token: True if it carries loss
 

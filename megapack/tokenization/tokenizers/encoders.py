@@ -53,8 +53,6 @@ class Limits(NamedTuple):
 
 
 class Encoder(abc.ABC):
-    """A loaded tokenizer."""
-
     backend: str
 
     def __init__(self, files: TokenizerFiles, limits: Limits = Limits()) -> None:  # noqa: B008
@@ -74,15 +72,13 @@ class Encoder(abc.ABC):
 
     def spans(self, text: str) -> NDArray[np.int64]:
         """Return the characters [begin, end) of each token of a text: int64, (tokens, 2). Raises
-        ConfigError if the backend cannot report them (gigatoken).
-        """
+        ConfigError if the backend cannot report them (gigatoken)."""
         del text
         raise ConfigError(f"backend {self.backend} does not report the characters of a token")
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the readable text of token ids; special tokens appear by name. Raises DataError
-        if an id is outside the vocabulary.
-        """
+        """Return the readable text of token ids; special tokens appear by name. Raises DataError if
+        an id is outside the vocabulary."""
         size = self._files.vocab_size
         outside = [token for token in ids if not 0 <= token < size]
         if outside:
@@ -112,16 +108,9 @@ def guarded_name(files: TokenizerFiles) -> str:
 
 
 def open_encoder(files: TokenizerFiles, backend: str, limits: Limits = Limits()) -> Encoder:  # noqa: B008
-    """Load a tokenizer with a backend.
-
-    Args:
-        backend: one of ``BACKENDS[files.kind]``, or the ``guarded_name``; probe.py resolves
-            ``auto``.
-
-    Raises:
-        ConfigError: the backend does not run this kind of tokenizer, or cannot run this one.
-        MegapackError: the backend is not installed.
-    """
+    """Load a tokenizer with a backend: one of ``BACKENDS[files.kind]``, or the ``guarded_name``
+    (probe.py resolves ``auto``). Raises ConfigError if the backend cannot run this tokenizer, and
+    MegapackError if it is not installed."""
     if backend == guarded_name(files):
         return GuardedEncoder(files, limits)
     require_backend(files, backend)
@@ -303,7 +292,6 @@ class _Gigatoken(Encoder):
 
 
 def load_tokenizers(files: TokenizerFiles) -> Any:
-    """Return the `tokenizers.Tokenizer` of a tokenizer.json."""
     module = require("tokenizers", f"tokenizer {files.name}")
     try:
         with without_panics():
@@ -333,8 +321,7 @@ def _joined(rows: Sequence[Any]) -> Encoded:
 
 class GuardedEncoder(Encoder):
     """gigatoken, but the reference for documents on which the two may differ (verified.py). Raises
-    ConfigError if gigatoken is not verified for this kind of tokenizer, or cannot run it.
-    """
+    ConfigError if gigatoken is not verified for this kind of tokenizer, or cannot run it."""
 
     def _load(self) -> None:
         files = self._files
@@ -373,11 +360,8 @@ _MANY = 16
 
 
 def documents_with(block: TextBlock, contents: Sequence[bytes]) -> NDArray[np.bool_]:
-    """Return a mask of the documents that contain one of ``contents``.
-
-    A match that crosses into the next document counts, too: the reference then encodes a document
-    that does not need it.
-    """
+    """Return a mask of the documents that contain one of ``contents``. A match that crosses into
+    the next document counts, too: the reference then encodes a document that does not need it."""
     result = np.zeros(len(block), np.bool_)
     if not contents:
         return result

@@ -41,18 +41,14 @@ def run_limited(
     num_bytes: int,
     batch: int = 64,
 ) -> Iterator[T]:
-    """Yield ``function`` of every argument, computed in a child process.
+    """Yield ``function`` of every argument, computed in a child process, which closing the iterator
+    ends.
 
-    Closing the iterator ends the child.
-
-    Args:
-        seconds: limit of CPU time per argument; ``renew_time_limit`` restarts it.
-        num_bytes: limit of the child's memory, in addition to what this process has mapped.
-        batch: results per message: a message costs as much as several short conversations.
-
-    Raises:
-        LimitError: the child exceeded a limit, or died, at the next argument.
-        Exception: any exception that ``function`` raises.
+    ``seconds`` limits the CPU time per argument (``renew_time_limit`` restarts it), ``num_bytes``
+    the child's memory in addition to what this process has mapped. ``batch`` is the number of
+    results per message: a message costs as much as several short conversations. Raises LimitError
+    if the child exceeded a limit or died at the next argument, and any exception that ``function``
+    raises.
     """
     reader, writer = multiprocessing.Pipe(duplex=False)
     with warnings.catch_warnings():

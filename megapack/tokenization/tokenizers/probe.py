@@ -82,12 +82,9 @@ _TRIAL_BYTES = 8 << 30
 
 
 def require_runnable(files: TokenizerFiles) -> None:
-    """Load a tokenizer and encode some texts in a child process with limits.
-
-    Raises:
-        FormatError: the library refuses the files, or the child was killed or exceeded a limit.
-        MegapackError: a package is missing.
-    """
+    """Load a tokenizer and encode some texts in a child process with limits. Raises FormatError if
+    the library refuses the files, or the child was killed or exceeded a limit, and MegapackError if
+    a package is missing."""
     if files.kind == "bytes":
         return
     require("sentencepiece" if files.kind == "sentencepiece" else "tokenizers", files.name)
@@ -103,7 +100,7 @@ def require_runnable(files: TokenizerFiles) -> None:
 
 
 def _trial(files: TokenizerFiles) -> str | None:
-    """Run the reference; return None if it loads, else the error in one line."""
+    """Return None if the reference loads, else the error in one line."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a forked process has no threads
     try:
         encoder = open_reference(files)
@@ -146,8 +143,7 @@ def _cut(block: TextBlock, num_bytes: int) -> TextBlock:
 
 def first_difference(block: TextBlock, reference: Encoder, other: Encoder) -> str | None:
     """Return the document, the token and the text where ``other`` first differs from ``reference``;
-    None if all ids are equal.
-    """
+    None if all ids are equal."""
     expected_ids, expected_offsets = reference.encode(block)
     ids, offsets = other.encode(block)
     for i in range(len(block)):

@@ -77,9 +77,8 @@ class TemplateChats:
         return _open_templates(self._files)  # compiled in the child process
 
     def render_all(self, texts: Sequence[str]) -> Iterator[Rendered | DataError]:
-        """Render JSON documents in a child process; yield a DataError for an unusable one.
-        Raises LimitError if the next document needs too much time or memory.
-        """
+        """Render JSON documents in a child process; yield a DataError for an unusable one. Raises
+        LimitError if the next document needs too much time or memory."""
         return run_limited(self._render_json, texts, **_LIMITS)
 
     def _render_json(self, text: str) -> Rendered | DataError:
@@ -242,8 +241,6 @@ def _open_templates(files: TokenizerFiles) -> dict[str, ChatTemplate]:
 
 
 def _names_read(files: TokenizerFiles) -> frozenset[str]:
-    """Return the variables that the templates read."""
-
     # Runs in a child process, as Jinja evaluates constant expressions when it compiles.
     def names(files: TokenizerFiles) -> frozenset[str]:
         templates = _open_templates(files).values()
@@ -259,7 +256,6 @@ def _names_read(files: TokenizerFiles) -> frozenset[str]:
 
 
 def _special_variables(files: TokenizerFiles) -> dict[str, str]:
-    """Return the template variables bos_token, eos_token and so on."""
     extra = files.config.get("extra_special_tokens")
     variables = {}
     for name, value in {**files.config, **(extra if isinstance(extra, dict) else {})}.items():

@@ -80,8 +80,6 @@ _USUAL: dict[Role, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class SpecialToken:
-    """A special token."""
-
     text: str
     id: int
 
@@ -127,11 +125,8 @@ class TokenizerFiles:
     def open(name: str) -> TokenizerFiles:
         """Open ``name``: ``bytes``, a .model, a tokenizer.json, a directory with one of them or
         with GPT-2's vocab.json and merges.txt, or the paths of these two with a comma between them.
-
-        Raises:
-            ConfigError: the tokenizer does not exist.
-            FormatError: the file is not a tokenizer.
-        """
+        Raises ConfigError if the tokenizer does not exist, and FormatError if the file is not a
+        tokenizer."""
         if name == "bytes":
             special = {text: 256 + i for i, text in enumerate(_BYTE_SPECIALS)}
             return TokenizerFiles(
@@ -174,18 +169,15 @@ class TokenizerFiles:
 
     @property
     def chat_templates(self) -> dict[str, str]:
-        """Chat templates by name. A single template is named ``default``."""
+        """Chat templates by name; a single one is named ``default``."""
         value = self.config.get("chat_template")
         entries = value if isinstance(value, list) else [{"name": "default", "template": value}]
         named = {entry.get("name"): entry.get("template") for entry in entries}
         return {str(name): text for name, text in named.items() if isinstance(text, str)}
 
     def definition(self) -> bytes:
-        """Return the .model or the tokenizer.json, without the settings in ``switched_off``.
-
-        vocab.json and merges.txt are converted to a tokenizer.json. Raises DataError if a file was
-        changed after it was opened.
-        """
+        """Return the .model or the tokenizer.json (also for vocab.json and merges.txt), without the
+        settings in ``switched_off``. Raises DataError if a file was changed after it was opened."""
         digests: dict[str, str] = {}
         data = [_read(path, digests) for path in self.paths]
         for name, digest in digests.items():
@@ -198,15 +190,9 @@ class TokenizerFiles:
         return _gpt2_definition(self.paths, data, self.config) if len(data) == 2 else data[0]
 
     def special_token(self, role: Role, token: str | int | None = None) -> SpecialToken:
-        """Return the token that begins (``bos``) or ends (``eod``) a document.
-
-        Args:
-            token: its text or id; None selects the one in the tokenizer's configuration, else the
-                only special token with a usual name.
-
-        Raises:
-            ConfigError: the token does not exist, or there are several candidates.
-        """
+        """Return the token that begins (``bos``) or ends (``eod``) a document, by its text or id;
+        by default that of the tokenizer's configuration, else the only special token with a usual
+        name. Raises ConfigError if the token does not exist, or there are several candidates."""
         if isinstance(token, int):
             if not 0 <= token < self.vocab_size:
                 raise ConfigError(
@@ -273,7 +259,6 @@ def _refuse_tiktoken(path: Path) -> None:
 
 
 def _read(path: Path, digests: dict[str, str]) -> bytes:
-    """Return the bytes of a file; add its digest to ``digests`` under its name."""
     data = path.read_bytes()
     digests[path.name] = xxhash.xxh3_128_hexdigest(data)
     return data
@@ -356,12 +341,9 @@ def _controls(tree: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _framing(node: Any, config: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the tokens that the tokenizer itself adds before and after a text.
-
-    Args:
-        node: the ``post_processor`` of a tokenizer.json.
-        config: its tokenizer_config.json, which overrides the post-processor, as in transformers.
-    """
+    """Return the tokens that the tokenizer itself adds before and after a text: by the
+    ``post_processor`` of its tokenizer.json (``node``), unless its tokenizer_config.json overrides
+    it, as in transformers."""
     before: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
     parts = [node] if isinstance(node, dict) else []
@@ -406,17 +388,10 @@ def _read_sentencepiece(path: Path, data: bytes) -> tuple[int, dict[str, int]]:
 def _gpt2_definition(
     paths: Sequence[Path], data: Sequence[bytes], config: Mapping[str, Any]
 ) -> bytes:
-    """Return a tokenizer.json that gives the same ids as transformers' GPT2Tokenizer.
-
-    Args:
-        paths: files of the vocabulary and of the merges, for messages.
-        data: contents of these files.
-        config: ``_GPT2_CONFIG``, overridden by the files in the same directory; ``added_tokens``.
-
-    Raises:
-        ConfigError: the files belong to a tokenizer that splits text differently.
-        FormatError: the files are not a vocabulary and its merges.
-    """
+    """Return a tokenizer.json that gives the same ids as transformers' GPT2Tokenizer. ``data`` are
+    the contents of ``paths``; ``config`` is ``_GPT2_CONFIG``, overridden by the files in the same
+    directory, with ``added_tokens``. Raises ConfigError if the files belong to a tokenizer that
+    splits text differently, and FormatError if they are not a vocabulary and its merges."""
     name = f"{paths[0]} with {paths[1].name}"
     tokenizers = require("tokenizers", f"tokenizer {name}")
     try:
@@ -454,17 +429,10 @@ def _gpt2_definition(
 
 
 def library_versions(backend: str, *, template: bool = False) -> dict[str, str]:
-    """Return the versions of packages that determine the ids: package -> version.
-
-    megapack's entry changes when megapack itself gives different ids for the same text.
-
-    Args:
-        backend: as returned by ``choose_backend`` ("tokenizers", "gigatoken+sentencepiece", ...).
-        template: True if the tokenizer's chat template renders conversations.
-
-    Raises:
-        MegapackError: a package is not installed.
-    """
+    """Return the versions of packages that determine the ids: package -> version. megapack's entry
+    changes when megapack itself gives different ids. ``backend`` comes from ``choose_backend``;
+    ``template``: a chat template renders conversations. Raises MegapackError if a package is
+    missing."""
     packages = {name for name in backend.split("+") if name != "bytes"}
     if template:
         packages |= {"tokenizers", "jinja2"}

@@ -52,20 +52,14 @@ def train_tokenizer(
     special_tokens: Sequence[str] = (),
     overwrite: bool = False,
 ) -> TrainResult:
-    """Train on a sample of ``files`` and write ``output`` (.model, or tokenizer.json).
+    """Train on a sample of ``files`` and write ``output`` (.model, or tokenizer.json), unless it
+    has equal content already.
 
-    The sample consists of evenly spaced slices, so the result depends on inputs and options only.
-    An existing ``output`` with equal content is not rewritten.
-
-    Args:
-        vocab_size: at least 300.
-        sample_bytes: bytes of text to train on.
-
-    Raises:
-        ConfigError: ``output`` is not a file name, or exists with different content and
-            ``overwrite`` is False; the vocabulary is too small, or larger than the text can fill; a
-            special token is empty.
-        DataError: a document is faulty, or the corpus has no documents.
+    The sample consists of evenly spaced slices of ``sample_bytes`` in all, so the result depends on
+    inputs and options only. Raises ConfigError if ``output`` is not a file name, or exists with
+    different content and ``overwrite`` is False, if ``vocab_size`` is below 300 or larger than the
+    text can fill, or if a special token is empty; and DataError if a document is faulty or the
+    corpus has none.
     """
     if vocab_size < 300:
         raise ConfigError(f"vocabulary size {vocab_size} is below 300; single bytes alone need 256")

@@ -93,12 +93,9 @@ class Guard(NamedTuple):
 
 
 def find_guard(kind: str, definition: bytes) -> Guard | str:
-    """Return the Guard of a tokenizer of a verified kind, else the reason why it is not verified.
-
-    Args:
-        kind: ``hf`` or ``sentencepiece``.
-        definition: the bytes of the tokenizer.json or the model.
-    """
+    """Return the Guard of a tokenizer (``hf`` or ``sentencepiece``) of a verified kind, else the
+    reason why it is not verified. ``definition`` are the bytes of the tokenizer.json or the
+    model."""
     try:
         if kind == "hf":
             return _guard_of_json(json.loads(definition))
@@ -245,7 +242,6 @@ def _guarded_contents(
 
 
 def _pieces(content: Any) -> Iterator[Any]:
-    """Yield all nonempty proper substrings of a string."""
     for begin in range(len(content)):
         for end in range(begin + 1, len(content) + 1):
             if end - begin < len(content):

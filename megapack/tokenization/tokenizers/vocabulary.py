@@ -24,15 +24,8 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def token_of(files: TokenizerFiles, text: str, where: str) -> int:
-    """Return the id of a token.
-
-    Args:
-        text: the token's text, spelled as in the tokenizer's files.
-        where: option or key that names the token, for the message.
-
-    Raises:
-        ConfigError: the tokenizer has no such token.
-    """
+    """Return the id of a token, spelled as in the tokenizer's files. ``where`` is the option or key
+    that names it. Raises ConfigError if the tokenizer has no such token."""
     token = files.special.get(text)
     if token is None:
         token = _pieces(files).get(text)
@@ -46,12 +39,9 @@ def token_of(files: TokenizerFiles, text: str, where: str) -> int:
 
 
 def token_bytes(files: TokenizerFiles) -> list[bytes | None]:
-    """Return the bytes of every token, by id; None for special tokens and unused ids.
-
-    Raises:
-        ConfigError: the bytes are unknown, because the tokenizer changes text (WordPiece).
-        FormatError, OSError, DataError: its files cannot be read, or were changed.
-    """
+    """Return the bytes of every token, by id; None for special tokens and unused ids. Raises
+    ConfigError if the bytes are unknown, because the tokenizer changes text (WordPiece), and
+    FormatError, OSError or DataError if its files cannot be read, or were changed."""
     result: list[bytes | None] = [None] * files.vocab_size
     tree = _tree(files) if files.kind == "hf" else {}
     byte_level = bool(tree) and _is_byte_level(tree)
@@ -88,7 +78,6 @@ def _tree(files: TokenizerFiles) -> dict[str, Any]:
 
 
 def _is_byte_level(tree: dict[str, Any]) -> bool:
-    """Return whether the decoder is byte-level; raise ConfigError for an unknown decoder."""
     kinds = {part.get("type") for part in sequence_parts(tree.get("decoder"), "decoders")}
     if "ByteLevel" in kinds:
         return True
