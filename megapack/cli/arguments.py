@@ -121,6 +121,7 @@ SHARED: dict[str, dict[str, Any]] = {
         "help": "print what the command would do, and write nothing",
     },
     "--json": {"action": "store_true", "help": "print the result as JSON on stdout"},
+    "--no-tokens": {"action": "store_true", "help": "do not read .bin: faster, with fewer checks"},
     "--threads": {
         "type": positive,
         "default": usable_cores(),
@@ -192,6 +193,12 @@ def add_shared(parser: Arguments, *names: str, help: str = "", **changes: Any) -
         option = {**SHARED[name], **changes}
         option["help"] = f"{option['help']}; {help}" if help else option["help"]
         parser.add_argument(name, **option)
+
+
+def add_flags(parser: Arguments, **texts: str) -> None:
+    """Declare options without a value: name -> help."""
+    for name, text in texts.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=text)
 
 
 def add_dataset_argument(

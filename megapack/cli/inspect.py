@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.text import Text
 
-from megapack.cli.arguments import add_shared, refuse_without
+from megapack.cli.arguments import add_flags, add_shared, refuse_without
 from megapack.cli.column import describe_column
 from megapack.cli.datasets import named_files
 from megapack.cli.output import Screen, note, print_result, print_table
@@ -350,11 +350,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="epoch for --fim, which reorders other documents in every epoch (default: 0)",
     )
     add_shared(parser, "--seed", help="for --fim; give the seed of the run")
-    parser.add_argument(
-        "--shards", action="store_true", help="list every dataset of a shard manifest"
-    )
-    parser.add_argument(
-        "--full", action="store_true", help="show the whole text of segments, without ellipses"
+    add_flags(
+        parser,
+        shards="list every dataset of a shard manifest",
+        full="show the whole text of segments, without ellipses",
     )
     add_shared(parser, "--json")
 

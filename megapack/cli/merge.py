@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import argparse
 
-from megapack.cli.arguments import add_dataset_argument, add_shared
+from megapack.cli.arguments import add_dataset_argument, add_flags, add_shared
 from megapack.cli.datasets import dataset_prefixes, documents_of
 from megapack.cli.output import Work, note, print_result
 from megapack.storage import IndexedDataset
@@ -31,14 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_dataset_argument(parser, many=True)
     add_shared(parser, "--output-prefix")
     add_shared(parser, "--dtype", help="other inputs are converted if all their ids fit")
-    parser.add_argument(
-        "--multimodal", action="store_true", help="keep the mode that the inputs have per sequence"
-    )
-    parser.add_argument(
-        "--allow-mixed-tokenizers",
-        action="store_true",
-        help="merge although the meta files of the inputs name different tokenizers, or some name "
-        "none, or the documents begin or end with different tokens (default: an error)",
+    add_flags(
+        parser,
+        multimodal="keep the mode that the inputs have per sequence",
+        allow_mixed_tokenizers="merge although the meta files of the inputs name different "
+        "tokenizers, or some name none, or the documents begin or end with different tokens "
+        "(default: an error)",
     )
     parser.add_argument(
         "--missing-columns",
@@ -46,9 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="if only some inputs have a column: give the other tokens its fill value, or leave "
         "the column out (default: an error)",
     )
-    parser.add_argument(
-        "--remove-inputs", action="store_true", help="delete the inputs when the result is complete"
-    )
+    add_flags(parser, remove_inputs="delete the inputs when the result is complete")
     add_shared(parser, "--overwrite", "--json")
 
 

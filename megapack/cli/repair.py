@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 
-from megapack.cli.arguments import add_dataset_argument, add_shared
+from megapack.cli.arguments import add_dataset_argument, add_flags, add_shared
 from megapack.cli.datasets import dataset_prefixes
 from megapack.cli.output import Work
 from megapack.cli.verify import print_findings
@@ -25,30 +25,16 @@ from megapack.storage.verify import verify
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_dataset_argument(parser, many=True)
-    add_shared(parser, "--dry-run")
-    parser.add_argument(
-        "--no-tokens", action="store_true", help="do not read .bin: faster, with fewer checks"
-    )
-    parser.add_argument(
-        "--drop-truncated",
-        action="store_true",
-        help="if .bin is too short, keep the documents that are complete (default: an error)",
-    )
-    parser.add_argument(
-        "--drop-trailing",
-        action="store_true",
-        help="cut bytes at the end of .bin that belong to no sequence, and bytes at the end of "
-        "columns that belong to no token (default: an error)",
-    )
-    parser.add_argument(
-        "--drop-columns",
-        action="store_true",
-        help="remove columns whose file is missing or too short (default: an error)",
-    )
-    parser.add_argument(
-        "--one-document-per-sequence",
-        action="store_true",
-        help="replace invalid document bounds: make every sequence a document (default: an error)",
+    add_shared(parser, "--dry-run", "--no-tokens")
+    add_flags(
+        parser,
+        drop_truncated="if .bin is too short, keep the documents that are complete (default: an "
+        "error)",
+        drop_trailing="cut bytes at the end of .bin that belong to no sequence, and bytes at the "
+        "end of columns that belong to no token (default: an error)",
+        drop_columns="remove columns whose file is missing or too short (default: an error)",
+        one_document_per_sequence="replace invalid document bounds: make every sequence a document "
+        "(default: an error)",
     )
 
 

@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megapack.cli.arguments import Arguments, add_shared
+from megapack.cli.arguments import Arguments, add_flags, add_shared
 from megapack.cli.config_arguments import add_corpus_arguments, add_fields, values_of
 from megapack.cli.output import Work, note
 from megapack.errors import ConfigError
@@ -181,11 +181,8 @@ def _add_megatron(group: Arguments) -> None:
         choices=tuple(_MEGATRON_TYPES),
         help="expected type of the tokenizer; an error if its files are of another type",
     )
-    group.add_argument(
-        "--keep-sequential-samples",
-        action="store_true",
-        help="no effect: documents always keep the order of the corpus",
-    )
+    text = "no effect: documents always keep the order of the corpus"
+    add_flags(group, keep_sequential_samples=text)
 
 
 def run(args: argparse.Namespace) -> None:

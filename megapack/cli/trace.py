@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megapack.cli.arguments import add_shared, positive, refuse_without
+from megapack.cli.arguments import add_flags, add_shared, positive, refuse_without
 from megapack.cli.inspect import apply_fim, decoder, print_sample, view_sample
 from megapack.cli.output import Screen, print_result, print_table
 from megapack.config import load_config
@@ -60,18 +60,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SOURCE:D",
         help="show the steps that draw document D (counted from 0) of a source",
     )
-    question.add_argument(
-        "--excluded", action="store_true", help="show the effect of lists of excluded documents"
-    )
+    add_flags(question, excluded="show the effect of lists of excluded documents")
     question.add_argument(
         "--unseen",
         metavar="SOURCE",
         help="write the documents of a source that its present epoch has not drawn to --output",
     )
-    question.add_argument(
-        "--skipped",
-        action="store_true",
-        help="show the documents that stages skip, and the decisions of the run itself",
+    add_flags(
+        question, skipped="show the documents that stages skip, and the decisions of the run itself"
     )
     parser.add_argument(
         "--max-step",
@@ -88,9 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_shared(parser, "--tokenizer", help="shows the text of --step and --skipped")
     add_shared(parser, "--output", help="of --unseen, a .npy of document numbers")
     add_shared(parser, "--overwrite")
-    parser.add_argument(
-        "--full", action="store_true", help="show the whole text of segments, without ellipses"
-    )
+    add_flags(parser, full="show the whole text of segments, without ellipses")
     add_shared(parser, "--json")
 
 

@@ -31,9 +31,7 @@ from megapack.units import counted
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_dataset_argument(parser, many=True, help="or .samples files, or shard manifests")
-    parser.add_argument(
-        "--no-tokens", action="store_true", help="do not read .bin: faster, with fewer checks"
-    )
+    add_shared(parser, "--no-tokens")
     add_shared(parser, "--vocab-size", help="larger ids are errors (default: from the meta file)")
     add_shared(
         parser,

@@ -64,13 +64,11 @@ class PackingPlan:
 def plan_packing(
     manifest: str, prefixes: Sequence[str], options: Mapping[str, Any], *, overwrite: bool = False
 ) -> PackingPlan:
-    """Decide what to pack for a shard manifest, which may exist.
-
-    Datasets that are already in the manifest keep their place. ``options`` are arguments of
-    ``pack``; ``groups`` is a bool: use the groups of PREFIX.groups. ``overwrite`` ignores an
-    existing manifest. Raises ConfigError (a bad option or name, no datasets, a duplicate, an
-    existing manifest with other options), FormatError, OSError.
-    """
+    """Decide what to pack for a shard manifest, which may exist: datasets that are already in it
+    keep their place. ``options`` are arguments of ``pack``; ``groups`` is a bool: use the groups
+    of PREFIX.groups. ``overwrite`` ignores an existing manifest. Raises ConfigError (a bad
+    option or name, no datasets, a duplicate, an existing manifest with other options),
+    FormatError, OSError."""
     path = manifest_path(manifest)
     if not is_shard_manifest(path):
         raise ConfigError(f"--output is {path}; for several datasets it must be NAME{SUFFIX}")

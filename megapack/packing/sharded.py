@@ -209,11 +209,9 @@ class ShardedIndex:
 
     @cached_property
     def runs(self) -> tuple[Ids, Ids, Ids]:
-        """Runs of samples of the source that are consecutive samples of one shard.
-
-        int64 (runs + 1,): first sample of each run in the source, then the number of samples;
-        int64 (runs,): shard of each run; int64 (runs,): first sample of the run in its shard.
-        """
+        """Runs of samples of the source that are consecutive samples of one shard: int64 (runs +
+        1,), the first sample of each run in the source, then the number of samples; int64 (runs,),
+        the shard of each run; and int64 (runs,), the first sample of the run in its shard."""
         counts = self._counts
         first = np.cumsum(counts, axis=1) - counts  # number in the shard, by shard and bucket
         bucket, shard = np.nonzero(counts.T)  # by bucket, then by shard

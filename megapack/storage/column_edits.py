@@ -166,26 +166,18 @@ def add_column(
     overwrite: bool = False,
     metadata: Mapping[str, Any] | None = None,
 ) -> bool:
-    """Add a column to a local dataset.
+    """Add a column to a local dataset; return False if an equal column exists.
 
     At any moment, readers find the dataset without the column or with all of it. If the dataset has
-    no meta file, one is written, which requires reading all tokens.
+    no meta file, one is written, which requires reading all tokens. ``name`` has lower-case
+    letters, digits and ``_``; ``values`` are one row per token: an array, or an iterable of arrays
+    per document (``write_rows``). ``overwrite`` replaces a different column of this name;
+    ``metadata`` are entries to add to the meta file.
 
-    Args:
-        name: lower-case letters, digits and ``_``.
-        values: one row per token: an array, or an iterable of arrays per document (``write_rows``).
-        overwrite: replace a different column of this name.
-        metadata: entries to add to the meta file.
-
-    Returns:
-        False if nothing was done, because an equal column exists.
-
-    Raises:
-        ConfigError: a different column or file of this name exists, the name is not valid, or the
-            prefix is an address.
-        DataError: the values do not fit the tokens or ``spec``.
-        FormatError: the dataset or its meta file is damaged.
-        LockedError: another process writes the dataset.
+    Raises ConfigError if a different column or file of this name exists, the name is not valid, or
+    the prefix is an address; DataError if the values do not fit the tokens or ``spec``; FormatError
+    if the dataset or its meta file is damaged; and LockedError if another process writes the
+    dataset.
     """
     prefix = _local_prefix(prefix)
     check_column(name, spec)

@@ -140,14 +140,10 @@ class ColumnSpec:
         return np.full(math.prod(self.shape), _convert(self.fill, self)).view(np.uint8)
 
     def rows(self, values: Any) -> NDArray[Any]:
-        """Return values as stored: ``numpy_dtype``, C-contiguous, (tokens, *shape).
-
-        Accepts lists, arrays and tensors. Floats are rounded to a narrower float dtype. For
-        bfloat16, an array of uint16 contains bits; other numbers are rounded to the nearest.
-
-        Raises:
-            DataError: wrong shape; a float for an integer column; or a number outside the dtype.
-        """
+        """Return values (lists, arrays, tensors) as stored: ``numpy_dtype``, C-contiguous, (tokens,
+        *shape). Floats are rounded to a narrower float dtype. For bfloat16, an array of uint16
+        contains bits; other numbers are rounded to the nearest. Raises DataError for a wrong shape,
+        a float for an integer column, or a number outside the dtype."""
         array = _convert(values, self)
         if array.size == 0 and array.ndim == 1:
             array = array.reshape(0, *self.shape)  # an empty list has no row shape
@@ -351,15 +347,9 @@ class ColumnEntry:
 
 
 def column_entries(meta: Mapping[str, Any] | None, where: object) -> dict[str, ColumnEntry]:
-    """Return the columns that a meta file lists, in alphabetical order.
-
-    Args:
-        meta: its content; None: the dataset has none, and no columns.
-        where: its path, for messages.
-
-    Raises:
-        FormatError: an entry is damaged, or does not have one row per token.
-    """
+    """Return the columns that a meta file lists, in alphabetical order; none without a meta file.
+    ``where`` is its path, for messages. Raises FormatError if an entry is damaged, or does not have
+    one row per token."""
     entries: dict[str, ColumnEntry] = {}
     for name, content in sorted((meta or {}).get(COLUMNS, {}).items()):
         try:
@@ -514,13 +504,8 @@ def _fill_blocks(spec: ColumnSpec, num_rows: int) -> Iterator[NDArray[np.uint8]]
 
 
 class ColumnWriter:
-    """Writer of a .col file under a temporary name. A method that raises writes nothing.
-
-    Attributes:
-        spec: type of the column.
-        target: the unpublished file.
-        num_rows: rows written so far.
-    """
+    """Writer of a .col file, ``target``, under a temporary name. A method that raises writes
+    nothing."""
 
     def __init__(self, prefix: str | os.PathLike[str], name: str, spec: ColumnSpec) -> None:
         check_column(name, spec)

@@ -150,9 +150,9 @@ def check_target(
     exist or is to be replaced, False if an equal file exists.
 
     ``difference`` describes how the existing file differs from the new one, None if they are equal;
-    a callable is called only if the file exists. ``name`` replaces the path in the message. If the
-    path is a link, the file that it leads to is replaced, not the link. Raises ConfigError if a
-    different file exists and ``overwrite`` is False, and the errors of ``target_of``.
+    a callable is called only if the file exists. ``name`` replaces the path in the message. Raises
+    ConfigError if a different file exists and ``overwrite`` is False, and the errors of
+    ``target_of``.
     """
     if not target_of(path).exists():
         return True
@@ -223,9 +223,9 @@ class Publishable(Protocol):
 class AtomicFile:
     """Binary file under a temporary name next to ``path`` until ``publish`` renames it.
 
-    Deleting the object, leaving the interpreter and ``discard()`` remove an unpublished file. A
-    forked child never removes its parent's file. Raises the errors of ``target_of``, and OSError if
-    the directory is not writable.
+    Deleting the object, leaving the interpreter and ``discard()`` remove an unpublished file; a
+    forked child never removes its parent's. Raises the errors of ``target_of``, and OSError if the
+    directory is not writable.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -296,11 +296,8 @@ class AtomicFile:
 
 def publish(*files: Publishable, durable: bool = True) -> None:
     """Flush all files to the disk, then rename them in the order given. If a file raises OSError,
-    none has its final name.
-
-    Without ``durable``, do not flush: after a crash of the machine (not of the process) a file may
-    have its name without its content.
-    """
+    none has its final name. Without ``durable``, do not flush: after a crash of the machine (not of
+    the process) a file may have its name without its content."""
     if durable:
         for file in files:
             file.sync()
@@ -320,10 +317,9 @@ def publish(*files: Publishable, durable: bool = True) -> None:
 def atomic_write(
     path: str | os.PathLike[str], mode: Literal["wb", "w"] = "wb", *, durable: bool = True
 ) -> Iterator[IO[Any]]:
-    """``with atomic_write(path) as file``: replace ``path`` when the block ends without an error.
-
-    Mode ``"w"`` writes UTF-8 text; ``publish`` describes ``durable``. An OSError contains the path.
-    """
+    """``with atomic_write(path) as file``: replace ``path`` when the block ends without an
+    error. Mode ``"w"`` writes UTF-8 text; ``publish`` describes ``durable``. An OSError contains
+    the path."""
     target = AtomicFile(path)
     encoding = "utf-8" if mode == "w" else None
     try:
@@ -350,11 +346,9 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def create_temporary(target: Path, make: Callable[[Path], T]) -> tuple[Path, T]:
-    """Create a file with ``make`` under a temporary name that proves that megapack made it: the
-    name contains a hash of the file's inode. Return (path, result of ``make``).
-
-    ``make`` creates the file (or link) at a path, and raises FileExistsError if the path exists.
-    """
+    """Create a file or link with ``make`` under a temporary name that proves that megapack made it:
+    the name contains a hash of the inode. Return (path, result of ``make``, which raises
+    FileExistsError if the path exists)."""
     while True:
         draft = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
         try:

@@ -74,10 +74,8 @@ def block_checksums(array: NDArray[Any]) -> str:
 
 class CheckedArray(_core.CheckedArray, NDArrayOperatorsMixin):
     """One-dimensional array in a file, compared with checksums when it is read: indexing checks the
-    indexed blocks, other uses check the whole array. Raises FormatError if a checksum differs.
-
-    numpy's functions and the core accept it like an ndarray. Threads may share it.
-    """
+    indexed blocks, other uses the whole array. Raises FormatError if a checksum differs. numpy's
+    functions and the core accept it like an ndarray. Threads may share it."""
 
     @classmethod
     def of(cls, array: NDArray[Any], checksums: str, *, name: str, remedy: str) -> CheckedArray:
@@ -334,8 +332,8 @@ class IndexFile:
         return _core.document_offsets(self.bytes, self.name, itemsize)
 
     def modes(self) -> NDArray[np.int8]:
-        """Return the modes of a multimodal dataset, int8 (num_sequences,). The file does not record
-        whether it is multimodal; raises FormatError if it is too short for modes."""
+        """Return the modes of a multimodal dataset, int8 (num_sequences,). Raises FormatError if
+        the file is too short for modes; it does not record whether it has them."""
         if not self.header.has_modes:
             raise FormatError(f"{self.name} has no modes; it was not built with multimodal=True")
         at = self.header.modes_at
@@ -351,8 +349,8 @@ def open_pair(prefix: str) -> tuple[IndexFile, io.FileIO]:
 
     A writer removes the old .idx before it renames its .bin, and renames its .idx last
     (``publish``). So if the path still leads to the opened .idx after .bin was opened, both come
-    from one writer; otherwise open both again. Raises FormatError if the .idx is damaged, or if
-    writers kept replacing the files, and OSError if a file is missing.
+    from one writer; otherwise open both again. Raises FormatError if the .idx is damaged or writers
+    kept replacing the files, and OSError if one is missing.
     """
     idx_path, bin_path = path_of(prefix, ".idx"), path_of(prefix, ".bin")
     deadline = time.monotonic() + PATIENCE

@@ -155,11 +155,9 @@ def write_index(
     multimodal: bool = False,
 ) -> Checksum:
     """Write a whole .idx, byte for byte as megatron-core does; return its size and checksum.
-
     ``write`` receives the bytes in order; ``layouts`` have the order of their tokens in .bin, and
     pointers are recomputed. Raises FormatError if a layout has a negative length, or if its
-    documents do not end at its last sequence.
-    """
+    documents do not end at its last sequence."""
     hasher, num_bytes = xxhash.xxh3_128(), 0
     for block in _index_blocks(dtype, layouts, multimodal):
         data = memoryview(block).cast("B")
@@ -312,9 +310,8 @@ class DatasetContent:
         }
 
     def difference_from(self, prefix: str) -> str | None:
-        """Return how the dataset at a prefix differs. None if it equals this one, or is a part of
-        it that a killed process left. Compares meta files, checksum of .idx, sizes of .bin and
-        columns."""
+        """Return how the dataset at a prefix differs: meta files, checksum of .idx, sizes of .bin
+        and columns. None if it equals this one, or is a part of it that a killed process left."""
         idx_path, bin_path = path_of(prefix, ".idx"), path_of(prefix, ".bin")
         try:
             existing = read_meta(prefix)

@@ -35,20 +35,18 @@ _LOCK_MARK = b"megapack lock: "
 
 
 class WriterLock:
-    """Lock on a path, held from construction until ``release()`` or the end of the process.
+    """Lock on a path, held from construction until ``release()`` or the end of the process;
+    ``shared`` lets others share it.
 
     The lock is a kernel lock on the file ``<path>.lock``, which contains host, process and purpose
     (``what``). The file is locked before it gets its name, and the process that holds the lock
-    removes it. The lock file of a killed process has no effect. A file of that name that does
-    not begin with megapack's mark is never opened for writing, changed or removed. A forked child
-    shares the lock and never removes the file. The lock follows links. ``shared``: let others share
-    the lock.
+    removes it, never a forked child. The lock file of a killed process has no effect. A file of
+    that name that does not begin with megapack's mark is never changed or removed. The lock follows
+    links.
 
-    Raises:
-        LockedError: another writer holds the lock; the message contains its host and process.
-        ConfigError: another program's file has the lock's name, the directory does not exist, or
-            the name is too long.
-        OSError: the lock file cannot be created or written; the message contains its path.
+    Raises LockedError, which names host and process, if another writer holds the lock; ConfigError
+    if another program's file has the lock's name, the directory does not exist, or the name is too
+    long; and OSError if the lock file cannot be created or written.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, what: str, shared: bool = False) -> None:

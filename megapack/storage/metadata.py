@@ -103,8 +103,7 @@ def own_metadata(meta: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def common_metadata(metas: Iterable[Mapping[str, Any] | None]) -> dict[str, Any]:
-    """Return the metadata on which all datasets agree; ``metas`` has None for a dataset without a
-    meta file, which counts as empty metadata."""
+    """Return the metadata on which all datasets agree; a dataset without a meta file has none."""
     first, *others = [own_metadata(meta or {}) for meta in metas]
     return {
         key: value
@@ -148,12 +147,8 @@ def meta_remedy(prefix: str | os.PathLike[str]) -> str:
 
 def differing_tokens(named: Callable[[str], Iterable[tuple[str, Any]]]) -> Iterator[str]:
     """Yield a sentence if documents of datasets begin with different tokens, and another if they
-    end with different tokens.
-
-    Args:
-        named: returns (prefix, token) of the datasets for a key of ``BOUNDARY_TOKENS``; None
-            means no token, "unknown" for a dataset without a meta file.
-    """
+    end with different tokens. ``named`` returns (prefix, token) of the datasets for a key of
+    ``BOUNDARY_TOKENS``; None means no token, "unknown" a dataset without a meta file."""
     for fact, where in zip(BOUNDARY_TOKENS, ("begin", "end"), strict=True):
         tokens: dict[str, str] = {}  # token -> first dataset that has it
         for prefix, token in named(fact):
@@ -211,11 +206,9 @@ def _checksums_of(meta: Mapping[str, Any]) -> dict[str, list[Checksum]]:
 
 
 def damaged_file(prefix: str | os.PathLike[str], most_bytes: float = math.inf) -> Path | None:
-    """Return the first file of a dataset that does not have its recorded checksums, or None.
-
-    Returns None without a meta file. Reads only stretches that fit into ``most_bytes`` together.
-    Raises FormatError if a file is too short, or the meta file is damaged.
-    """
+    """Return the first file of a dataset that does not have its recorded checksums, or None, also
+    without a meta file. Reads only stretches that fit into ``most_bytes`` together. Raises
+    FormatError if a file is too short, or the meta file is damaged."""
     meta = read_meta(prefix)
     for suffix, stretches in ({} if meta is None else _checksums_of(meta)).items():
         with open_regular(path_of(prefix, suffix)) as file:

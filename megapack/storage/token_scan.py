@@ -67,11 +67,9 @@ def mapped_tokens(foreign: Foreign) -> Tokens:
 
 
 def _is_plausible(maxima: NDArray[np.int64], num_tokens: int, limit: int, width: int) -> bool:
-    """Return whether ids can have this width, from the largest at positions 0 to 3 modulo 4.
-
-    If ids are read at half their width, every second number is a high half: 0, or at most 15 for a
-    vocabulary below 2^20. Ids read at twice their width exceed every vocabulary.
-    """
+    """Return whether ids can have this width, from the largest at positions 0 to 3 modulo 4. If ids
+    are read at half their width, every second number is a high half: 0, or at most 15 for a
+    vocabulary below 2^20. Ids read at twice their width exceed every vocabulary."""
     if int(maxima.max(initial=0)) >= limit:
         return False
     if num_tokens < 8 or num_tokens % 2:
@@ -125,12 +123,10 @@ def likely_dtype(foreign: Foreign, vocab_size: int | None) -> str | None:
 def split_documents(
     foreign: Foreign, scan: Scan, separator: int, at: str | None, usual: str = "end"
 ) -> tuple[ArrayLayout, dict[str, int]]:
-    """Return the documents between separators, and begin and end tokens for the meta file.
-
-    ``at`` is the separator's position in a document: ``"end"``, ``"start"`` or ``"both"``. None
-    means ``usual``, ``"end"`` or ``"start"``, but raises ConfigError if the file begins or ends
-    with a separator that would form a document alone.
-    """
+    """Return the documents between separators, and begin and end tokens for the meta file. ``at``
+    is the separator's position in a document: ``"end"``, ``"start"`` or ``"both"``. None means
+    ``usual``, ``"end"`` or ``"start"``, but raises ConfigError if the file begins or ends with a
+    separator that would form a document alone."""
     path, num_tokens, marks = foreign.tokens_path, foreign.num_tokens, scan.separators
     if num_tokens and not marks.size:
         raise DataError(

@@ -32,11 +32,9 @@ BUFFER_BYTES = 1 << 19  # small enough to stay in the CPU cache between check, c
 
 
 def as_tokens(tokens: Any) -> Tokens:
-    """Return tokens as a plain 1-D integer array; do not copy an array that is one already.
-
-    Accepts arrays, tensors of torch and similar, lists, and lists of numeric strings (Megatron's
-    tools pass them). Raises TypeError for floats, booleans, or objects that are not numbers.
-    """
+    """Return tokens as a plain 1-D integer array; do not copy an array that is one already. Accepts
+    arrays, tensors of torch and similar, lists, and lists of numeric strings (Megatron's tools pass
+    them). Raises TypeError for floats, booleans, or objects that are not numbers."""
     ids: Tokens = tokens if type(tokens) is np.ndarray else _to_array(tokens)
     dtype, flags = ids.dtype, ids.flags
     if dtype.kind not in "iu":
@@ -111,11 +109,9 @@ def scan_tokens(
 
 
 class TokenLimits:
-    """Accepted token ids, ``[low, high]``, for a dtype and, if known, a vocabulary size.
-
-    Raises ConfigError if vocab_size does not fit the dtype, or if an unsigned dtype has
-    ``allow_negative``.
-    """
+    """Accepted token ids, ``[low, high]``, for a dtype and, if known, a vocabulary size. Raises
+    ConfigError if vocab_size does not fit the dtype, or if an unsigned dtype has
+    ``allow_negative``."""
 
     def __init__(
         self, dtype: np.dtype[Any], vocab_size: int | None = None, allow_negative: bool = False
@@ -151,11 +147,9 @@ class TokenLimits:
 
 class InputDataset:
     """Dataset whose index was checked by reading it once. Its files are never mapped, so a merge
-    can have thousands of inputs.
-
-    Raises FormatError for negative lengths, wrong pointers, documents that do not end at the last
-    sequence, a .bin that is too short, an unknown dtype code, or ``multimodal`` without modes.
-    """
+    can have thousands of inputs. Raises FormatError for negative lengths, wrong pointers, documents
+    that do not end at the last sequence, a .bin that is too short, an unknown dtype code, or
+    ``multimodal`` without modes."""
 
     def __init__(self, prefix: str | os.PathLike[str], multimodal: bool = False) -> None:
         self.prefix = prefix_of(prefix)

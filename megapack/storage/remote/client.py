@@ -117,12 +117,10 @@ class RemoteObject:
         """Return bytes ``[begin, end)``, with retries; ``check`` raises WrongBytesError if they are
         damaged.
 
-        Raises:
-            FormatError: the object was replaced, or its bytes are repeatedly wrong.
-            ConfigError: the store refuses the request (credentials are missing, expired or not
-                sufficient, ...).
-            FileNotFoundError: the object was removed.
-            ConnectionError: the store cannot be reached, or keeps throttling.
+        Raises FormatError if the object was replaced or its bytes are repeatedly wrong; ConfigError
+        if the store refuses the request (credentials are missing, expired or not sufficient, ...);
+        FileNotFoundError if the object was removed; and ConnectionError if the store cannot be
+        reached, or keeps throttling.
         """
 
         def attempt() -> memoryview:

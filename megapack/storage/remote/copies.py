@@ -96,13 +96,11 @@ def local_output(
 
     For an address, unless ``overwrite``, first copy the existing .idx and meta file and create .bin
     and columns of zeros of the same sizes, so that the block detects an equal or a different
-    dataset as it does locally. After the block, upload every new dataset and the manifest of a
-    build; readers find each dataset complete or not at all. If the block or the upload fails, the
-    files stay in the cache for the next run. Another process of this node with the same output
-    waits.
-
-    ``outputs`` are the prefixes of all datasets that the block writes; by default ``prefix``.
-    Raises the errors of ``open_remote_pair`` and ``upload_dataset``.
+    dataset. After the block, upload every new dataset and the manifest of a build; readers find
+    each dataset complete or not at all. If the block or the upload fails, the files stay in the
+    cache for the next run. Another process of this node with the same output waits. ``outputs`` are
+    the prefixes of all datasets that the block writes; by default ``prefix``. Raises the errors of
+    ``open_remote_pair`` and ``upload_dataset``.
     """
     prefix = prefix_of(prefix)
     if not is_remote(prefix):
@@ -132,8 +130,8 @@ def local_output_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield the local path at which the ``with`` block writes one file.
 
     For an address, first copy the existing object; after the block, upload the file if it is new.
-    The local file is removed at the end, also after an error. Another process of this node with the
-    same output waits. Raises the errors of ``Cache.fetch`` and ``put_object``.
+    The local file is removed at the end. Another process of this node with the same output waits.
+    Raises the errors of ``Cache.fetch`` and ``put_object``.
     """
     if not is_remote(path):
         yield Path(path)

@@ -57,17 +57,13 @@ _MAP_NORESERVE = 0x4000  # Linux; mmap.MAP_NORESERVE needs Python 3.13
 
 
 class RemoteRows:
-    """Rows of equal width in one remote object, such as tokens (1-D) or a column. Slices and single
-    rows are fetched, checked and copied. Read ``mapped`` only within ``read_consistently``.
+    """Rows of equal width in one remote object, which may be longer: tokens (1-D) or a column.
+    Slices and single rows are fetched, checked and copied. Read ``mapped`` only within
+    ``read_consistently``.
 
-    Args:
-        remote_object: the object; it may be longer than the rows.
-        chunks: cached blocks of the object.
-        checksums: checksums of its blocks; None: received bytes are not checked.
-        dtype, shape: dtype and shape of all rows, ``(num_rows, ...)``.
-
-    Raises:
-        MegapackError: the system has no address space for the object.
+    ``chunks`` are the cached blocks of the object, ``checksums`` those of its blocks (None:
+    received bytes are not checked), ``dtype`` and ``shape`` those of all rows, ``(num_rows, ...)``.
+    Raises MegapackError if the system has no address space for the object.
     """
 
     def __init__(
@@ -141,8 +137,7 @@ class RemoteRows:
         return bool(self._seen[blocks].all())
 
     def want(self, blocks: Blocks) -> set[Future[None]]:
-        """Request missing blocks without waiting; return the requests that fetch them, including
-        requests of other callers."""
+        """Request missing blocks without waiting; return all requests that fetch them."""
         # If the cache has no size limit, a cached block is never evicted.
         unseen = blocks[~self._seen[blocks]] if self._cache.limit is None else blocks
         new = self._look(self._not_in_flight(unseen))
@@ -230,8 +225,7 @@ class RemoteRows:
         return int((~self._seen[blocks]).sum())
 
     def awaited(self, blocks: Blocks) -> str | None:
-        """Describe the first missing block and the process that fetches it; None if no block is
-        missing."""
+        """Describe the first missing block and the process that fetches it, if any is missing."""
         absent = blocks[~self._seen[blocks]]
         if not absent.size:
             return None

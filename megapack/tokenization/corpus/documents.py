@@ -64,11 +64,9 @@ class ReadOptions:
 
 
 def key_path(tree: object, key: str) -> list[str] | None:
-    """Return the path of ``key`` in nested mappings; None if it is missing.
-
-    Same rule as csrc/core/text/jsonl.cpp: look up the whole key; if it is missing, look up the part
-    before the first dot, and in its value the part after the dot.
-    """
+    """Return the path of ``key`` in nested mappings; None if it is missing. Same rule as
+    csrc/core/text/jsonl.cpp: look up the whole key; if it is missing, look up the part before the
+    first dot, and in its value the part after the dot."""
     if not isinstance(tree, Mapping):
         return None
     if key in tree:
@@ -184,14 +182,9 @@ class TextBlock:
 
 def chats_of(messages: Iterable[str], columns: Mapping[str, Sequence[str]]) -> list[str]:
     """Return conversations as JSON: objects of messages and other values, or lists of messages.
-
-        chats_of(["[1]", "[2]"], {"tools": ["[3]", "null"]})
-        # -> ['{"messages": [1], "tools": [3]}', '[2]']
-
-    Args:
-        messages: JSON of lists; "" if a document has none.
-        columns: name -> JSON of every document's value; "" and "null" mean that it has none.
-    """
+    ``messages`` are the JSON of lists ("" if a document has none); ``columns`` the JSON of every
+    document's value by name ("" and "null" mean none): ["[1]"], {"tools": ["[3]"]} ->
+    ['{"messages": [1], "tools": [3]}']."""
     chats = []
     for i, text in enumerate(messages):
         values = {name: column[i] for name, column in columns.items()}

@@ -72,8 +72,7 @@ class InputFile:
 
 class Piece(NamedTuple):
     """Part ``[begin, end)`` of a file: bytes (jsonl), row groups (parquet), record batches (arrow);
-    text and compressed files are one piece.
-    """
+    text and compressed files are one piece."""
 
     file: InputFile
     begin: int
@@ -312,8 +311,7 @@ def _walk(root: Path, suffixes: Sequence[str], aside: _Aside) -> Iterator[str]:
 
 def _in_order(directory: Path, files: Sequence[str]) -> list[str]:
     """Return a directory's files by name; of a saved dataset, the files of its rows in order.
-    Raises ConfigError if the dataset has several splits, or lacks a file.
-    """
+    Raises ConfigError if the dataset has several splits, or lacks a file."""
     if "dataset_dict.json" in files:
         splits = _facts(directory / "dataset_dict.json").get("splits", [])
         if len(splits) > 1:
@@ -369,10 +367,8 @@ _ZST_SKIPPABLE = b"\x2a\x4d\x18"  # bytes 1 to 3 of a frame without data
 
 
 def _require_format(files: Sequence[InputFile]) -> None:
-    """Raise ConfigError for files that would be one document each but seem to contain many.
-
-    Checks the first file of every suffix of every directory.
-    """
+    """Raise ConfigError for files that would be one document each but seem to contain many. Checks
+    the first file of every suffix of every directory."""
     checked: set[tuple[str, str]] = set()
     for file in files:
         suffix = _suffix_of(file.path)
@@ -501,11 +497,9 @@ _ZST_REPEATED = 1  # kind of a block: one repeated byte
 
 @contextlib.contextmanager
 def open_stream(file: InputFile) -> Iterator[BinaryIO]:
-    """Open a file; yield a stream of its decompressed bytes.
-
-    Raises DataError if the file is damaged or truncated (perhaps only while it is read), was
-    changed since it was planned, or has another format than its name says.
-    """
+    """Open a file; yield a stream of its decompressed bytes. Raises DataError if the file is
+    damaged or truncated (perhaps only while it is read), was changed since it was planned, or has
+    another format than its name says."""
     with Path(file.path).open("rb") as raw:
         require_unchanged(file, os.fstat(raw.fileno()))
         _require_compression(file, raw.read(_HEAD_BYTES))
@@ -539,11 +533,9 @@ def require_unchanged(file: InputFile, facts: os.stat_result) -> None:
 
 
 def input_digest(file: InputFile) -> str | None:
-    """Return xxh3-128 of the bytes of an input; None if the file changed since it was planned.
-
-    A later run compares this digest to recognize a finished build, because a path may be written in
-    several ways, and copying or touching a file changes its modification time.
-    """
+    """Return xxh3-128 of the bytes of an input; None if the file changed since it was planned. A
+    later run compares it to recognize a finished build, because a path may be written in several
+    ways, and copying or touching a file changes its modification time."""
     digest = xxhash.xxh3_128()
     try:
         with Path(file.path).open("rb") as stream:
@@ -556,10 +548,8 @@ def input_digest(file: InputFile) -> str | None:
 
 
 class _WholeFrames:
-    """Raw stream of a .zst that follows its frames and blocks while they are read.
-
-    zstandard accepts a file that ends inside a frame as complete; this stream raises DataError.
-    """
+    """Raw stream of a .zst that follows its frames and blocks while they are read: zstandard
+    accepts a file that ends inside a frame as complete; this stream raises DataError."""
 
     def __init__(self, raw: BinaryIO, path: str) -> None:
         self._raw = raw
@@ -596,8 +586,7 @@ _BETWEEN_FRAMES = (0, 5)
 
 def _zst_layout() -> Generator[tuple[int, int], bytes, None]:
     """Locate the headers of a .zst (RFC 8878): yield (bytes to skip, bytes of a header); receive
-    the header. The decompressor reports invalid frames.
-    """
+    the header. The decompressor reports invalid frames."""
     skipped = 0
     while True:
         # Magic number, and the byte that determines the length of the remaining header.

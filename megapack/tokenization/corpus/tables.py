@@ -3,7 +3,7 @@
 Both formats divide a table into consecutive groups of rows: parquet into row groups, Arrow (file
 format and stream format) into record batches. A piece is a range of groups.
 
-- open_table: open a file as a Table, which returns the sizes and the rows of its groups
+- open_table: open a file as a table, which returns the sizes and the rows of its groups
 - read_table: yield the documents of a piece, block by block
 """
 
@@ -16,7 +16,7 @@ import itertools
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePath
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -38,23 +38,6 @@ _TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary"
 _LIST_TYPES = ("list<", "large_list<", "list_view<", "large_list_view<", "fixed_size_list<", "null")
 _END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 _SHOWN = 8  # columns that a message about a missing column lists
-
-
-class Table(Protocol):
-    """A file of rows in groups."""
-
-    schema: Any  # pyarrow.Schema
-
-    def group_bytes(self, key: str) -> list[int]:
-        """Return the approximate uncompressed bytes of a column, one number per group."""
-
-    def batches(
-        self, begin: int, end: int, columns: Sequence[str], block_bytes: int
-    ) -> Iterator[tuple[int, Any]]:
-        """Yield the rows of groups ``[begin, end)`` in parts of about ``block_bytes``: the index of
-        the part's first row in the file, and a record batch of the columns (``a.b`` is field b of
-        struct a).
-        """
 
 
 def read_table(piece: Piece, options: ReadOptions, faults: Faults) -> Iterator[TextBlock]:
@@ -95,7 +78,7 @@ def read_table(piece: Piece, options: ReadOptions, faults: Faults) -> Iterator[T
 
 
 @contextlib.contextmanager
-def open_table(file: InputFile) -> Iterator[Table]:
+def open_table(file: InputFile) -> Iterator[_Parquet | _Arrow]:
     """Open a parquet or Arrow file as a table. Raises DataError if it is damaged."""
     pyarrow = require("pyarrow", f"reading {file.path}")
     require_unchanged(file, Path(file.path).stat())
@@ -110,6 +93,12 @@ def open_table(file: InputFile) -> Iterator[Table]:
             yield opened
         except (pyarrow.ArrowException, OSError) as error:
             raise DataError(f"{file.path} is damaged ({error}); download it again") from error
+
+
+# A table of either format has a schema (pyarrow.Schema) and these methods:
+#   group_bytes: approximate uncompressed bytes of a column, one number per group
+#   batches: the rows of groups [begin, end) in parts of about block_bytes: the index of the part's
+#       first row in the file, and a record batch of the columns (a.b is field b of struct a)
 
 
 class _Parquet:

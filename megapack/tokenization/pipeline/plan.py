@@ -252,11 +252,8 @@ class Plan:
 
     @functools.cached_property
     def digest(self) -> str:
-        """xxh3-128 of everything that affects an output byte.
-
-        It excludes ``on_error``, which does not change shards without faults; the record of a shard
-        lists its faults.
-        """
+        """xxh3-128 of everything that affects an output byte. It excludes ``on_error``, which does
+        not change shards without faults; the record of a shard lists its faults."""
         tree = self.tree()
         del tree["on_error"]
         tree["shards"] = [[piece[1:] for piece in shard.pieces] for shard in self.shards]
@@ -370,9 +367,8 @@ class Plan:
         return {**facts, "columns": self.columns} if self.columns else facts
 
     def check_machine(self) -> None:
-        """Check that this machine encodes text to the planned ids. Raises ConfigError, which lists
-        the differences, if its tokenizer files or libraries differ.
-        """
+        """Raise ConfigError, which lists the differences, if this machine has other tokenizer files
+        or libraries than the plan, and so might encode text to other ids."""
         installed = {
             "tokenizer": TokenizerFiles.open(self.tokenizer.name).identity(),
             "libraries": library_versions(self.backend, template=self.chat_format == "template"),

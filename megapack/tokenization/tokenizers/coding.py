@@ -85,14 +85,9 @@ Coder = Callable[[TextBlock, Faults], Coded]
 
 @dataclass(frozen=True)
 class TextCoder:
-    """Tokenizes plain text.
-
-    Args:
-        controls: ids of the special tokens to count.
-        values: readers of the values of ``TextBlock.values``, by name.
-        reference: encodes ``verify_fraction`` of the documents again; ``code`` raises DataError if
-            the ids differ.
-    """
+    """Tokenizes plain text. ``controls`` are the ids of the special tokens to count, ``values``
+    readers of the values of ``TextBlock.values`` by name. ``reference`` encodes ``verify_fraction``
+    of the documents again; ``code`` raises DataError if the ids differ."""
 
     encoder: Encoder
     frame: Frame
@@ -240,14 +235,12 @@ class CodedChat(NamedTuple):
 @dataclass(frozen=True)
 class ChatCoder(Generic[T]):
     """Tokenizes conversations: JSON lists of ``{"role": ..., "content": ...}``, or objects with
-    such a list under ``messages`` (``ReadOptions.extra_keys``).
+    such a list under ``messages`` (``ReadOptions.extra_keys``). ``read`` prepares the documents of
+    a block and yields an item for each; ``tokenize`` returns its tokens, or raises DataError if the
+    conversation is unusable.
 
     Frame tokens carry no loss, except an end token after a token with loss, so that the model also
     learns to end the document after its last answer.
-
-    Args:
-        read: prepares the documents of a block; yields an item for each.
-        tokenize: returns the tokens of an item; raises DataError if the conversation is unusable.
     """
 
     read: Callable[[Sequence[str]], Iterable[T]]
@@ -319,10 +312,8 @@ class HeaderChats:
     ``<|start_header_id|>role<|end_header_id|>``, two newlines, the content, ``<|eot_id|>``.
 
     With loss "turn", all tokens of an assistant's turn except the first carry loss; with "content",
-    all except the header, which is part of the prompt at inference.
-
-    Source: "Data Loading: Tokenization, Sequence Packing, Padding Strategies, and Attention Masks",
-    section 8.1.
+    all except the header, which is part of the prompt at inference. Source: "Data Loading:
+    Tokenization, Sequence Packing, Padding Strategies, and Attention Masks", section 8.1.
     """
 
     def __init__(self, encoder: Encoder, loss: ChatLoss, name: str) -> None:

@@ -50,13 +50,9 @@ class TemplateChats:
     ``apply_chat_template``. A token carries loss if it contains a character of an answer. With
     ``loss`` "content", the answer is what the model writes after the generation prompt, up to the
     token that ends the turn; with "turn", also the role header except its first token.
-
-    Args:
-        variables: words of ``--template-variables``.
-
-    Raises:
-        ConfigError: the tokenizer is not a tokenizer.json; its chat template is missing or cannot
-            be compiled, or does not read one of ``variables``.
+    ``variables`` are the words of ``--template-variables``. Raises ConfigError if the tokenizer is
+    not a tokenizer.json, or its chat template is missing, cannot be compiled, or does not read one
+    of ``variables``.
     """
 
     def __init__(
@@ -145,12 +141,10 @@ class TemplateChats:
 def template_keys(
     files: TokenizerFiles, tools_key: str, variables: Sequence[str]
 ) -> tuple[tuple[str, str], ...]:
-    """Return the keys of a document to read with its messages (``ReadOptions.extra_keys``).
-
-    These are the tools, and every variable of the template that a document may set. So a document
-    with a variable that the user did not name is refused, not rendered without the variable. Raises
-    the same errors as ``TemplateChats``.
-    """
+    """Return the keys of a document to read with its messages (``ReadOptions.extra_keys``): the
+    tools, and every variable of the template that a document may set. So a document with a variable
+    that the user did not name is refused, not rendered without the variable. Raises the same errors
+    as ``TemplateChats``."""
     names = _names_read(files)
     options = _read_variables(variables, names, files.name)
     unset = sorted(names - _GIVEN - set(options.fixed) - set(options.ignored))
