@@ -79,7 +79,9 @@ def _new_lock(path: Path, name: str, content: bytes, shared: bool) -> int | None
     """Create the lock file; return its descriptor, or None if another process was first."""
     remove_leftovers(path)
     temporary, descriptor = create_temporary_file(path)
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(temporary.unlink, missing_ok=True)
+        undo.callback(os.close, descriptor)
         with naming(path):
             os.write(descriptor, content)
         try:
@@ -94,13 +96,8 @@ def _new_lock(path: Path, name: str, content: bytes, shared: bool) -> int | None
                 stacklevel=4,
             )
         if rename_to_new(temporary, path):
+            undo.pop_all()
             return descriptor
-    except BaseException:
-        os.close(descriptor)
-        temporary.unlink(missing_ok=True)
-        raise
-    os.close(descriptor)
-    temporary.unlink(missing_ok=True)
     return None
 
 
@@ -124,26 +121,25 @@ def _join_lock(path: Path, name: str, content: bytes, shared: bool) -> int | Non
             os.close(readable)
     except FileNotFoundError:
         return None
-    try:
-        if not os.path.samestat(status, os.fstat(writable)):
-            os.close(writable)
-            return None
-        is_there = lock_file(writable, path, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
-    except BlockingIOError:
-        text = os.pread(writable, 4096, 0).removeprefix(_LOCK_MARK).decode(errors="replace")
-        os.close(writable)
-        owners = "; ".join(text.split("\n")[:-1])
-        raise LockedError(
-            f"{name} is being written by {owners or 'another process'}; wait for it or end it"
-        ) from None
-    except OSError as error:
-        if error.errno in NO_LOCKS:
+    with contextlib.ExitStack() as undo:
+        undo.callback(os.close, writable)
+        kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+        try:
+            is_same = os.path.samestat(status, os.fstat(writable))
+            if not (is_same and lock_file(writable, path, kind)):
+                return None
+        except BlockingIOError:
+            text = os.pread(writable, 4096, 0).removeprefix(_LOCK_MARK).decode(errors="replace")
+            owners = "; ".join(text.split("\n")[:-1])
+            raise LockedError(
+                f"{name} is being written by {owners or 'another process'}; wait for it or end it"
+            ) from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            undo.pop_all()
             return writable  # the file's creator has warned
-        os.close(writable)
-        raise
-    if not is_there:
-        os.close(writable)
-        return None
+        undo.pop_all()
     try:
         with naming(path):
             if not shared:  # its owners have exited; the mark stays in place

@@ -60,7 +60,7 @@ class TokenFacts:
         """Return the facts recorded in a meta file."""
         low, high = meta["min_token_id"], meta["max_token_id"]
         token_range = None if low is None else (low, high)
-        return TokenFacts(meta["num_tokens"], bin_checksums(meta), token_range)
+        return TokenFacts(meta["num_tokens"], stretches_of(meta["bin"]), token_range)
 
 
 def joined_range(ranges: Iterable[tuple[int, int] | None]) -> tuple[int, int] | None:
@@ -202,7 +202,7 @@ def _checksums_of(meta: Mapping[str, Any]) -> dict[str, list[Checksum]]:
     """Return the checksums of .idx, .bin and columns, by suffix."""
     idx = Checksum(meta["idx"]["bytes"], meta["idx"]["xxh3_128"])
     columns = {f".{name}.col": stretches_of(each) for name, each in meta.get(COLUMNS, {}).items()}
-    return {".idx": [idx], ".bin": bin_checksums(meta), **columns}
+    return {".idx": [idx], ".bin": stretches_of(meta["bin"]), **columns}
 
 
 def damaged_file(prefix: str | os.PathLike[str], most_bytes: float = math.inf) -> Path | None:
@@ -238,10 +238,6 @@ def sampled_checksum(num_bytes: int, read: Callable[[int, int], bytes]) -> str:
     return f"{num_bytes} bytes, sampled {digest.hexdigest()}"
 
 
-def bin_checksums(meta: Mapping[str, Any]) -> list[Checksum]:
-    return stretches_of(meta["bin"])
-
-
 def stretches_of(entry: Mapping[str, Any]) -> list[Checksum]:
     """Return the checksums in the entry of .bin or of a column."""
     lines = [line.split() for line in entry["xxh3_128"]]
@@ -269,7 +265,7 @@ def difference_from_files(
 def _is_complete(content: dict[str, Any]) -> bool:
     try:
         idx, low, high, vocab_size = (content[key] for key in ("idx", *LIMITS))
-        sizes = [size for size, _ in bin_checksums(content)]
+        sizes = [size for size, _ in stretches_of(content["bin"])]
         largest = np.iinfo(pick_dtype(content["dtype"])).max
         return (
             content.keys() >= OWN_KEYS

@@ -295,10 +295,8 @@ def _replace(
             entries: dict[str, Any] = {}
             files = []
             for name, entry in columns.items():
-                path, num_bytes = (
-                    column_path(prefix, name),
-                    layout.num_tokens * entry.spec.row_bytes,
-                )
+                path = column_path(prefix, name)
+                num_bytes = layout.num_tokens * entry.spec.row_bytes
                 if path.stat().st_size == num_bytes == entry.bytes:
                     entries[name] = meta[COLUMNS][name]
                     continue

@@ -33,7 +33,6 @@ from megapack.storage.files import file_identity, is_being_written, open_regular
 from megapack.storage.index_file import COMPANIONS, MAGIC, IndexFile, Tokens, path_of, prefix_of
 from megapack.storage.metadata import (
     Checksum,
-    bin_checksums,
     difference_from_files,
     file_checksum,
     joined_range,
@@ -41,6 +40,7 @@ from megapack.storage.metadata import (
     meta_remedy,
     read_meta,
     stretch_checksum,
+    stretches_of,
 )
 from megapack.storage.remote.client import find_object
 from megapack.storage.remote.copies import local_copy
@@ -78,7 +78,7 @@ def check_tokens(
     or end tokens."""
     reader = _Reader(prefix, dtype, checks)
     total = int(reader.offsets[-1]) * dtype.itemsize
-    stretches = [Checksum(total, "")] if meta is None else bin_checksums(meta)
+    stretches = [Checksum(total, "")] if meta is None else stretches_of(meta["bin"])
     ranges: list[tuple[int, int] | None] = []
     begin = 0
 
@@ -392,7 +392,7 @@ def _meta(prefix: str, facts: Survey) -> tuple[dict[str, Any] | None, list[Findi
     difference = difference_from_files(meta, dtype, header, facts.num_tokens)
     if difference is not None:
         return None, [Finding("error", "meta", f"{prefix}: {difference}")]
-    sizes = [size for size, _ in bin_checksums(meta)]
+    sizes = [size for size, _ in stretches_of(meta["bin"])]
     if sum(sizes) != facts.num_tokens * width or any(size % width for size in sizes):
         text = "the meta file's checksums belong to another .bin"
         return None, [Finding("error", "meta", text, meta_remedy(prefix))]
