@@ -13,8 +13,6 @@ from megapack.cli.arguments import Arguments, byte_count, part_of, token_argumen
 from megapack.tokenization.corpus.inputs import DATA_SUFFIXES
 from megapack.tokenization.pipeline.plan import OPTIONS, BuildConfig
 
-__all__ = ["add_corpus_arguments", "add_fields", "values_of"]
-
 _HINTS = typing.get_type_hints(BuildConfig)
 _FIELDS = {field.name: field for field in dataclasses.fields(BuildConfig)}
 # Last word of a field's name -> metavar, and metavar -> conversion.

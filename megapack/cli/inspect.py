@@ -56,8 +56,7 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def decoder(name: str, dataset: IndexedDataset, token_ids: Sequence[int]) -> Decode:
-    """Return a function from token ids to text. Raises ConfigError if the tokenizer cannot be the
-    one that made the dataset."""
+    """Return a function from token ids to text. Raises ConfigError for another tokenizer."""
     from megapack.tokenization.tokenizers.encoders import open_reference  # noqa: PLC0415
     from megapack.tokenization.tokenizers.tokenizer import TokenizerFiles  # noqa: PLC0415
 

@@ -27,8 +27,6 @@ from megapack import __version__
 from megapack.errors import MegapackError, exit_code, printable_output, redacted
 from megapack.tokenization.corpus.inputs import require_utf8
 
-__all__ = ["COMMANDS", "build_parser", "main"]
-
 # command -> (module with add_arguments(parser) and run(args) -> exit status or None, help line);
 # only the module of the chosen command is imported
 COMMANDS = {

@@ -112,9 +112,8 @@ class RunLog:
 
 
 class Bins:
-    """Groups of consecutive steps (N,), rising; each is one point of a curve. There are at most
-    ``at_most``, and fewer if they would have less than four steps. ``steps``: (B,) middle of every
-    group."""
+    """At most ``at_most`` groups of consecutive steps (N,), rising, each of four steps or more if
+    possible; a group is one point of a curve. ``steps``: (B,) middle of every group."""
 
     def __init__(self, steps: Floats, at_most: int = NUM_BINS) -> None:
         first, span = steps[0], steps[-1] - steps[0] + 1

@@ -50,8 +50,7 @@ class Refined:
 
 def refine(counts: Counts, buckets: list[int]) -> tuple[list[Refined], Counts]:
     """Pack most documents of a histogram: counts[l] documents of length l, ascending buckets.
-    Returns the samples, and the counts of the remaining documents. Raises ConfigError if highspy is
-    not installed."""
+    Return the samples and the remaining counts. Raises ConfigError if highspy is not installed."""
     unit = -(-buckets[-1] // GRID_CLASSES)
     pool = _Pool(counts)
     samples: list[Refined] = []
@@ -159,8 +158,8 @@ def _solver(demand: NDArray[np.float64]) -> Any:
 
 
 def _knapsack(prices: NDArray[np.float64]) -> tuple[NDArray[np.float64], list[int]]:
-    """Return best[s], the highest price of lengths that sum to at most s, and one of the lengths
-    (0: none)."""
+    """Return best[s], the highest price of lengths of at most s in all, and one length (0:
+    none)."""
     best = np.zeros(len(prices))
     choice = [0] * len(prices)
     for s in range(1, len(prices)):

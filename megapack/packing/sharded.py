@@ -80,8 +80,7 @@ class PackedShard:
     columns: Mapping[str, PackedColumn]  # by name
 
     def document_token(self, fact: str) -> int | str | None:
-        """Return the token of ``fact``, one of ``BOUNDARY_TOKENS``; "unknown" without a meta
-        file."""
+        """Return the token of ``fact`` (``BOUNDARY_TOKENS``); "unknown" without a meta file."""
         token: int | None = getattr(self, fact)
         return "unknown" if token is None and self.max_token_id is None else token
 

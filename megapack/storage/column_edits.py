@@ -204,8 +204,7 @@ def add_column(
 
 
 def remove_column(prefix: str | os.PathLike[str], name: str) -> None:
-    """Remove a column of a local dataset. Raises ConfigError if it has no such column, or the
-    prefix is an address."""
+    """Remove a column of a local dataset. Raises ConfigError if it has no such column."""
     prefix = _local_prefix(prefix)
     with WriterLock(prefix, what="removing a column"):
         meta = read_meta(prefix) or {}

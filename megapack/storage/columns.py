@@ -504,8 +504,7 @@ def _fill_blocks(spec: ColumnSpec, num_rows: int) -> Iterator[NDArray[np.uint8]]
 
 
 class ColumnWriter:
-    """Writer of a .col file, ``target``, under a temporary name. A method that raises writes
-    nothing."""
+    """Writer of ``target``, a .col file. A method that raises writes nothing."""
 
     def __init__(self, prefix: str | os.PathLike[str], name: str, spec: ColumnSpec) -> None:
         check_column(name, spec)

@@ -391,14 +391,13 @@ def open_foreign(
         )
     if kind == "mmididx":
         return foreign
-    name = _tokenizer_beside(Path(path))
+    mask_path, name = _mask_of(foreign), _tokenizer_beside(Path(path))
     metadata = {"tokenizer": {"name": name}} if name else {}
-    return replace(foreign, mask_path=_mask_of(foreign), metadata=metadata | foreign.metadata)
+    return replace(foreign, mask_path=mask_path, metadata=metadata | foreign.metadata)
 
 
 def _mask_of(foreign: Foreign) -> Path | None:
-    """Return the path of the loss mask next to the tokens (datatrove's .loss or OLMo-core's
-    labels_mask_*), or None."""
+    """Return the path of the loss mask next to the tokens (.loss or labels_mask_*), or None."""
     path = foreign.tokens_path
     candidates = [path_of(path, ".loss")]
     if path.name.startswith("token_ids"):

@@ -206,8 +206,7 @@ def import_dataset(
 
 
 def _refuse_companions(prefix: str) -> None:
-    """Raise ConfigError if the dataset has labels, weights, groups or columns, which import cannot
-    copy."""
+    """Raise ConfigError if the dataset has labels, weights, groups or columns."""
     companions = [f"{prefix}{end}" for end in COMPANIONS if path_of(prefix + end, ".idx").exists()]
     columns = (read_meta(prefix) or {}).get(COLUMNS, {})
     for companion in (*companions, *(column_path(prefix, name) for name in columns)):

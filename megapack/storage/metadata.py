@@ -161,8 +161,7 @@ def differing_tokens(named: Callable[[str], Iterable[tuple[str, Any]]]) -> Itera
 def matching_meta(
     prefix: str | os.PathLike[str], dtype: str, header: IndexHeader, num_tokens: int
 ) -> dict[str, Any] | None:
-    """Return the meta file if it describes the present .idx, else None. Raises the errors of
-    ``read_meta``."""
+    """Return the meta file (``read_meta``) if it describes the present .idx, else None."""
     meta = read_meta(prefix)
     if meta is None or difference_from_files(meta, dtype, header, num_tokens):
         return None

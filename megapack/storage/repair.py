@@ -166,8 +166,7 @@ def _complete(ends: NDArray[np.int64], num_sequences: int, done: list[str]) -> N
 
 
 def _salvage(idx_path: Path, bin_path: Path, done: list[str]) -> _Index | None:
-    """Return the index of an .idx that was truncated after its lengths (disk full), or None if it
-    is damaged in another way."""
+    """Return the index of an .idx that was truncated after its lengths (disk full), else None."""
     with open_regular(idx_path) as file:
         size = file_identity(file).num_bytes
         head = file.read(HEADER_BYTES)
@@ -193,8 +192,8 @@ def _salvage(idx_path: Path, bin_path: Path, done: list[str]) -> _Index | None:
 def _fit(
     index: _Index, bin_path: Path, drop_truncated: bool, drop_trailing: bool, done: list[str]
 ) -> tuple[_Index, int | None]:
-    """Return the index of the documents that .bin contains, and the size to which to truncate .bin
-    (None to keep it)."""
+    """Return the index of the documents in .bin, and the size to which to cut .bin (None: keep
+    it)."""
     size, needed = bin_path.stat().st_size, index.num_bytes
     if size < needed:
         documents, sequences = _whole(index, size)
@@ -228,8 +227,7 @@ def _fit(
 
 
 def _whole(index: _Index, num_bytes: int) -> tuple[int, int]:
-    """Return how many documents the first ``num_bytes`` of .bin contain, and how many sequences
-    these documents have."""
+    """Return how many documents and sequences the first ``num_bytes`` of .bin contain."""
     bytes_before = np.cumsum(index.layout.lengths, dtype=np.int64) * index.dtype.itemsize
     sequences = int(np.searchsorted(bytes_before, num_bytes, side="right"))
     ends = index.layout.ends

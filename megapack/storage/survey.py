@@ -96,8 +96,7 @@ class Survey:
 
     @property
     def width(self) -> int | None:
-        """Bytes per token: proven by the pointers, else from the dtype code, else from .bin's
-        size."""
+        """Bytes per token, by the pointers, else by the dtype code, else by the size of .bin."""
         for widths in (self.widths, self.wrapped_widths):
             if len(widths) == 1:
                 return next(iter(widths))

@@ -164,8 +164,7 @@ def split_documents(
 
 
 def _unpaired(marks: NDArray[np.int64], num_tokens: int) -> int | None:
-    """Return the position of the first token that contradicts separators at both ends of every
-    document, or None."""
+    """Return the first token that contradicts separators at both ends of documents, or None."""
     begins, ends = marks[::2], marks[1::2]
     expected = np.concatenate([[0], ends + 1])[: begins.size]
     wrong = np.flatnonzero(begins != expected)

@@ -110,7 +110,7 @@ def scan_tokens(
 
 class TokenLimits:
     """Accepted token ids, ``[low, high]``, for a dtype and, if known, a vocabulary size. Raises
-    ConfigError if vocab_size does not fit the dtype, or if an unsigned dtype has
+    ConfigError if vocab_size does not fit the dtype, or an unsigned dtype has
     ``allow_negative``."""
 
     def __init__(

@@ -73,9 +73,8 @@ def check_tokens(
     meta: dict[str, Any] | None,
     progress: Progress | None = None,
 ) -> list[Finding]:
-    """Read and check all tokens of a dataset with a valid index; ``meta`` is its meta file if that
-    matches, else None. Needs 8 bytes of memory per document, and 8 more for each rule about begin
-    or end tokens."""
+    """Read and check all tokens of a dataset with a valid index; ``meta`` is its matching meta
+    file. Needs 8 bytes of memory per document, and 8 more per rule about begin or end tokens."""
     reader = _Reader(prefix, dtype, checks)
     total = int(reader.offsets[-1]) * dtype.itemsize
     stretches = [Checksum(total, "")] if meta is None else stretches_of(meta["bin"])
@@ -269,8 +268,7 @@ def _column_entries(prefix: str, meta: dict[str, Any] | None) -> dict[str, Colum
 
 
 def check_column_files(prefix: str, meta: dict[str, Any] | None) -> Iterator[Finding]:
-    """Yield findings about damaged entries of columns, and about missing, short, long and unlisted
-    .col files."""
+    """Yield findings about damaged entries, and missing, short, long and unlisted .col files."""
     try:
         entries = column_entries(meta, meta_path(prefix))
     except FormatError as error:

@@ -94,8 +94,8 @@ class RangeLocks:
         waiting: Callable[[], object] = raise_if_ending,
     ) -> Iterator[None]:
         """Wait for numbers ``[first, first + count)`` of a name, and lock them exclusively during
-        the ``with`` block. ``waiting`` is called repeatedly meanwhile; if it raises, the wait
-        ends."""
+        the ``with`` block. ``waiting`` is called repeatedly meanwhile and may raise to end the
+        wait."""
         while True:
             with self.if_free(name, first, count) as free:
                 if free:
@@ -323,8 +323,7 @@ _CHUNKS = re.compile(r".+\.(bin|col)\.[0-9a-f]{8}")  # a folder of chunks in an 
 
 
 def open_cache() -> Cache:
-    """Return the cache that environment variables configure. Raises ConfigError if one is
-    invalid."""
+    """Return the cache of the environment variables. Raises ConfigError if one is invalid."""
     directory = os.environ.get("MEGAPACK_CACHE") or Path.home() / ".cache" / "megapack"
     text = os.environ.get("MEGAPACK_CACHE_SIZE")
     try:
@@ -373,8 +372,7 @@ class Cache:
         return self._pool.submit(function, *arguments)
 
     def entry(self, name: str, url: str, *objects: RemoteObject | None) -> Path:
-        """Return the directory for these versions of objects. It exists until ``give_back`` or the
-        end of this process."""
+        """Return the directory for these versions of objects; it exists until ``give_back``."""
         versions = [each.version if each else "none" for each in objects]
         digest = xxhash.xxh3_64_hexdigest("\n".join([url, *versions]).encode())
         entry = self.directory / f"{name}-{digest}"

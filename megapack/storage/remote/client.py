@@ -72,8 +72,7 @@ _THROTTLED = re.compile(r"\b429 |SlowDown|ServerBusy|TooManyRequests|RequestLimi
 
 
 def retry_seconds() -> float:
-    """Return MEGAPACK_RETRY_SECONDS, the time limit of all retries. Raises ConfigError if it is not
-    a positive number."""
+    """Return MEGAPACK_RETRY_SECONDS. Raises ConfigError if it is not a positive number."""
     text = os.environ.get("MEGAPACK_RETRY_SECONDS")
     if not text:
         return RETRY_SECONDS
@@ -147,8 +146,7 @@ class RemoteObject:
 
 
 def find_object(url: str) -> RemoteObject | None:
-    """Return the object at an address, or None if there is none. Raises the other errors of
-    ``RemoteObject.read``."""
+    """Return the object at an address, or None. Raises the errors of ``RemoteObject.read``."""
     try:
         store, name = _store_of(url)
         return _object(url, _retry(url, lambda: _client().head(store, name)))
@@ -198,8 +196,7 @@ def remove_object(url: str) -> None:
 
 
 def names_in(folder: str) -> list[str]:
-    """Return the sorted names of the objects in a folder. Raises the errors of
-    ``RemoteObject.read``."""
+    """Return the sorted names of objects in a folder, with the errors of ``RemoteObject.read``."""
     refuse_fork()
 
     def attempt() -> list[str]:

@@ -251,9 +251,8 @@ def blocks_of(begins: NDArray[np.int64], ends: NDArray[np.int64], row_bytes: int
 
 
 def read_consistently(wanted: list[tuple[RemoteRows, Blocks]], read: Callable[[], T]) -> T:
-    """Wait until all blocks in ``wanted`` are in memory, call ``read``, and return its result.
-    Raises TimeoutError if there is no progress for a long time (``Patience``), and the errors of
-    ``RemoteObject.read``."""
+    """Wait until all blocks in ``wanted`` are in memory, and return ``read()``. Raises TimeoutError
+    after a long time without progress (``Patience``), and the errors of ``RemoteObject.read``."""
     for rows, blocks in wanted:
         rows.pin(blocks)
     try:
@@ -399,8 +398,7 @@ def fetch_file(url: str, check: Callable[[Path], object] = lambda _: None) -> Pa
 
 
 def exists(prefix: str) -> bool:
-    """Return whether .idx and .bin of a remote dataset exist. Raises the other errors of
-    ``RemoteObject.read``."""
+    """Return whether .idx and .bin exist. Raises the errors of ``RemoteObject.read``."""
     return all(find_objects(f"{prefix}{suffix}" for suffix in (".idx", ".bin")))
 
 

@@ -121,8 +121,7 @@ class TextBlock:
     def of_texts(
         texts: Iterable[str | bytes], locate: Callable[[int], Place] | None = None
     ) -> TextBlock:
-        """Return a block of texts. ``locate`` maps an index to a Place; by default ``text
-        <index>``."""
+        """Return a block of texts; ``locate`` maps an index to a Place (``text <index>``)."""
         data = [text.encode("utf-8") if isinstance(text, str) else text for text in texts]
         flat = np.frombuffer(b"".join(data), np.uint8)
         offsets = offsets_of([len(item) for item in data])
@@ -293,8 +292,7 @@ SPLIT_NAMES = ("train", "valid", "test")
 
 def parse_split(text: str) -> tuple[float, ...]:
     """Parse ``"98,1,1"`` -> (98.0, 1.0, 1.0): weights of train, valid and test; missing ones are 0.
-    Raises ConfigError for other forms, negative weights, and all 0.
-    """
+    Raises ConfigError for other forms, negative weights, and all 0."""
     try:
         weights = [float(part) for part in text.split(",")]
     except ValueError as error:

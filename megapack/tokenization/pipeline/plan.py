@@ -197,8 +197,7 @@ class BuildConfig:
 
     @property
     def outputs(self) -> dict[str, str]:
-        """Datasets that the build makes: stream (``""``, ``"_valid"``, ``"_valid.groups"``) ->
-        prefix."""
+        """Datasets of the build: stream (``""``, ``"_valid"``, ``"_valid.groups"``) -> prefix."""
         splits = [""]
         if self.split_weights is not None:
             chosen = zip(SPLIT_NAMES, self.split_weights, strict=True)

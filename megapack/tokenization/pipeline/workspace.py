@@ -61,8 +61,7 @@ from megapack.units import size
 
 
 class ShardRecord(NamedTuple):
-    """Record of a finished shard. It is written after the shard's datasets, so a shard with a
-    record is complete."""
+    """Record of a finished shard, written after its datasets: a shard with one is complete."""
 
     counted: Counted
     faults: Faults
@@ -166,8 +165,7 @@ class Workspace:
 
     def finished(self) -> Totals | None:
         """Return the totals if this build is complete, None if it has to run. Raises ConfigError:
-        an output name belongs to another dataset, or cannot be written.
-        """
+        an output name belongs to another dataset, or cannot be written."""
         if not self.root.parent.is_dir():
             return None
         overwrite = self._config.overwrite

@@ -114,13 +114,8 @@ def open_encoder(files: TokenizerFiles, backend: str, limits: Limits = Limits())
     if backend == guarded_name(files):
         return GuardedEncoder(files, limits)
     require_backend(files, backend)
-    classes: dict[str, type[Encoder]] = {
-        "bytes": _Bytes,
-        "sentencepiece": _SentencePiece,
-        "tokenizers": _HuggingFace,
-        "gigatoken": _Gigatoken,
-    }
-    return classes[backend](files, limits)
+    classes: tuple[type[Encoder], ...] = (_Bytes, _SentencePiece, _HuggingFace, _Gigatoken)
+    return next(each for each in classes if each.backend == backend)(files, limits)
 
 
 def open_reference(files: TokenizerFiles, limits: Limits = Limits()) -> Encoder:  # noqa: B008

@@ -142,8 +142,7 @@ def _cut(block: TextBlock, num_bytes: int) -> TextBlock:
 
 
 def first_difference(block: TextBlock, reference: Encoder, other: Encoder) -> str | None:
-    """Return the document, the token and the text where ``other`` first differs from ``reference``;
-    None if all ids are equal."""
+    """Return where (document, token, text) ``other`` first differs from ``reference``, or None."""
     expected_ids, expected_offsets = reference.encode(block)
     ids, offsets = other.encode(block)
     for i in range(len(block)):

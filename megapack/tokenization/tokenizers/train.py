@@ -15,8 +15,6 @@ from megapack.tokenization.corpus.documents import Faults, ReadOptions
 from megapack.tokenization.corpus.inputs import InputFile
 from megapack.tokenization.corpus.readers import plan_shards, read_blocks
 
-__all__ = ["TrainResult", "train_tokenizer"]
-
 _SLICE_BYTES = 1 << 20
 _MAX_SENTENCE_BYTES = 4096
 

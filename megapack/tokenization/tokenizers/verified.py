@@ -93,9 +93,8 @@ class Guard(NamedTuple):
 
 
 def find_guard(kind: str, definition: bytes) -> Guard | str:
-    """Return the Guard of a tokenizer (``hf`` or ``sentencepiece``) of a verified kind, else the
-    reason why it is not verified. ``definition`` are the bytes of the tokenizer.json or the
-    model."""
+    """Return the Guard of a verified tokenizer (``hf`` or ``sentencepiece``), else the reason why
+    it is not verified. ``definition`` are the bytes of the tokenizer.json or the model."""
     try:
         if kind == "hf":
             return _guard_of_json(json.loads(definition))
