@@ -46,10 +46,11 @@ py::array_t<std::uint8_t> py_has_characters(const Array<std::uint8_t>& text,
 
 // Returns (tokens, offsets), see core/text/documents.hpp.
 template <typename Stored, typename Id>
-std::pair<py::array_t<Stored>, Numbers> py_frame_documents(
-    const Array<Id>& ids, const Array<std::int64_t>& offsets,
-    const std::vector<std::int64_t>& prefix, const std::vector<std::int64_t>& suffix,
-    std::int64_t vocab_size) {
+std::pair<py::array_t<Stored>, Numbers> py_frame_documents(const Array<Id>& ids,
+                                                           const Array<std::int64_t>& offsets,
+                                                           const std::vector<std::int64_t>& prefix,
+                                                           const std::vector<std::int64_t>& suffix,
+                                                           std::int64_t vocab_size) {
     const auto id_view = view(ids, "ids");
     const auto bounds = view(offsets, "offsets");
     FramedDocuments<Stored> framed = unlocked([&] {

@@ -141,7 +141,7 @@ def view_sample(
     segments: Sequence[tuple[int, int, int]] | None = None,
 ) -> list[SegmentView]:
     """Return the segments of a sample, or those given as (document, begin, length), with labels,
-    loss weights and other columns. Raises IndexError if there is no such sample, and
+    loss weights and other columns. Raises IndexError if the sample does not exist, and
     IndexMismatchError if the index belongs to another dataset."""
     index.check_source(dataset)
     check_converted(dataset.prefix, dataset.columns)

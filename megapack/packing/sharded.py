@@ -285,7 +285,7 @@ def load_index(path: str | os.PathLike[str], shards: Sequence[int] | None = None
 
 def load_shards(path: str | os.PathLike[str], shards: Sequence[int] | None = None) -> ShardedIndex:
     """Read a shard manifest (or its shards [begin, end)), without opening the shards. Raises
-    FormatError if it is no shard manifest, of another version, or damaged, ConfigError if
+    FormatError if the file is damaged, of another version or another format, ConfigError if
     ``shards`` exceeds the manifest, and OSError if the file cannot be read."""
     path = manifest_path(path)
     with open_regular(fetch_file(path) if isinstance(path, str) else path) as file:

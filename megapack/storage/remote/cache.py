@@ -323,7 +323,7 @@ _CHUNKS = re.compile(r".+\.(bin|col)\.[0-9a-f]{8}")  # a folder of chunks in an 
 
 
 def open_cache() -> Cache:
-    """Return the cache of the environment variables. Raises ConfigError if one is invalid."""
+    """Return the cache that the environment configures. Raises ConfigError if it is invalid."""
     directory = os.environ.get("MEGAPACK_CACHE") or Path.home() / ".cache" / "megapack"
     text = os.environ.get("MEGAPACK_CACHE_SIZE")
     try:

@@ -61,7 +61,7 @@ def prefetch(items: Generator[T, None, None], *, depth: int = 2) -> Generator[T,
 
 def open_coder(plan: Plan, limits: Limits = Limits()) -> Coder:  # noqa: B008
     """Load the tokenizer of a plan; return a function that turns documents into tokens. Raises
-    ConfigError if backend or chat format do not fit it, and MegapackError without a package."""
+    ConfigError if backend or chat format do not fit, and MegapackError if a package is missing."""
     config, files = plan.config, plan.tokenizer
     if plan.chat_format == "template":
         template_chats = chat_templates().TemplateChats

@@ -125,7 +125,7 @@ class TokenizerFiles:
     def open(name: str) -> TokenizerFiles:
         """Open ``name``: ``bytes``, a .model, a tokenizer.json, a directory with one of them or
         with GPT-2's vocab.json and merges.txt, or the paths of these two with a comma between them.
-        Raises ConfigError without a tokenizer, and FormatError if the file is not one."""
+        Raises ConfigError if it does not exist, and FormatError if it is not a tokenizer."""
         if name == "bytes":
             special = {text: 256 + i for i, text in enumerate(_BYTE_SPECIALS)}
             return TokenizerFiles(
