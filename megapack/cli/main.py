@@ -109,7 +109,6 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def build_parser(name: str) -> argparse.ArgumentParser:
-    """Return the parser of one command."""
     module = importlib.import_module(COMMANDS[name][0])
     parser = _Parser(
         prog=f"megapack-build {name}",

@@ -120,8 +120,6 @@ def plan_packing(
 
 @dataclass(frozen=True, kw_only=True)
 class ShardPacker:
-    """Packs the shards of a plan."""
-
     plan: PackingPlan
     threads: int
     overwrite: bool = False

@@ -25,11 +25,8 @@ _GUIDE = "docs/guides/object_storage.md"
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
-    """Return whether a path or prefix is an address, not a name in the file system.
-
-    Raises:
-        ConfigError: the scheme is not supported, or the address contains credentials or a query.
-    """
+    """Return whether a path or prefix is an address, not a name in the file system. Raises
+    ConfigError for an unsupported scheme, credentials or a query."""
     text = os.fspath(path)
     match = _SCHEME.match(text)
     if match is None:

@@ -396,16 +396,10 @@ def column_path(prefix: str | os.PathLike[str], name: str) -> Path:
 
 @dataclass(frozen=True, eq=False)
 class Column:
-    """One column of an open dataset.
-
-    Attributes:
-        name: its name.
-        entry: its entry of the meta file.
-        rows: (num_tokens, *shape), ``spec.numpy_dtype``, mapped and read-only. In a remote dataset,
-            slices are fetched.
-        mapped_bytes: uint8 (num_tokens * row_bytes,), for C++. In a remote dataset, only blocks
-            that are being read have values.
-    """
+    """Column of an open dataset, with its entry of the meta file. ``rows`` are (num_tokens,
+    *shape), ``spec.numpy_dtype``, mapped and read-only; in a remote dataset, slices are fetched.
+    ``mapped_bytes`` are uint8 (num_tokens * row_bytes,), for C++; in a remote dataset, only blocks
+    that are being read have values."""
 
     name: str
     entry: ColumnEntry

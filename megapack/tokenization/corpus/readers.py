@@ -301,14 +301,11 @@ def line_blocks(
 ) -> Iterator[tuple[int, bytes]]:
     """Yield blocks ``(position, data)`` of whole lines; ``position`` is that of data's first byte.
 
-    Yields the lines that start in bytes ``[begin, end)``, so consecutive ranges of a file yield
-    each line once. A byte order mark at the start of the file is dropped.
-
-    Args:
-        stream: seekable if ``begin`` is above 0.
-        end: None: the end of the file.
-        block_bytes: approximate size of a block; a longer line makes its block longer.
-        max_line_bytes: a longer line is dropped; ``on_long_line(position)`` is called.
+    Yields the lines that start in bytes ``[begin, end)`` (None: to the end of the file), so
+    consecutive ranges of a file yield each line once. A byte order mark at the start of the file is
+    dropped. ``stream`` is seekable if ``begin`` is above 0. ``block_bytes`` is the approximate size
+    of a block; a longer line makes its block longer. A line above ``max_line_bytes`` is dropped;
+    ``on_long_line(position)`` is called.
     """
     position = _line_start(stream, begin)  # of the pending line
     parts: list[bytes] = []  # of the pending line, joined when its end is read

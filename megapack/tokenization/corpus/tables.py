@@ -41,7 +41,6 @@ _SHOWN = 8  # columns that a message about a missing column lists
 
 
 def read_table(piece: Piece, options: ReadOptions, faults: Faults) -> Iterator[TextBlock]:
-    """Yield the documents of a range of groups."""
     path = piece.file.path
     locate = functools.partial(Place, path, "row")
     with open_table(piece.file) as table:

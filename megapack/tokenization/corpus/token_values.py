@@ -132,12 +132,8 @@ def _number(text: str, option: str) -> float:
 
 @dataclass(frozen=True)
 class TokenValues:
-    """Reader of one kind of value.
-
-    Attributes:
-        what: name for messages, ``column rewards``.
-        spec: type of the rows; tokens without a value get its fill value.
-    """
+    """Reader of one kind of value: ``what`` is its name for messages (``column rewards``), ``spec``
+    the type of the rows. Tokens without a value get the fill value."""
 
     what: str
     spec: ColumnSpec

@@ -65,8 +65,6 @@ class Progress(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class BuildResult:
-    """Result of a build."""
-
     plan: Plan
     prefixes: Mapping[str, str]  # stream -> prefix; see ``BuildConfig.outputs``
     totals: Totals

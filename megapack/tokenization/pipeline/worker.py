@@ -106,12 +106,11 @@ class ShardWorker:
         """Build a shard of the plan, unless it is finished already; return its record. ``report``
         is called after every block.
 
-        Raises:
-            ConfigError: tokenizer files or libraries of this machine differ from the plan; the
-                finished shard lacks documents, and ``on_error`` is "fail".
-            DataError: a faulty document; a token id outside the vocabulary.
-            MegapackError: the shard is not finished, and ``finish_only`` is True.
-            OSError: a file cannot be read or written; the shard then leaves no files.
+        Raises ConfigError if tokenizer files or libraries of this machine differ from the plan, or
+        the finished shard lacks documents and ``on_error`` is "fail"; DataError for a faulty
+        document or a token id outside the vocabulary; MegapackError if the shard is not finished
+        and ``finish_only`` is True; and OSError if a file cannot be read or written; the shard then
+        leaves no files.
         """
         plan = self.plan
         prefix = shard_prefix(self.directory, index)

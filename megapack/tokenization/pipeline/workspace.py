@@ -256,7 +256,6 @@ class Workspace:
             yield
 
     def missing(self) -> list[int]:
-        """Return the shards without a record."""
         # List the directory, because NFS may still report a new file as missing if asked for it.
         recorded = set(self.directory.glob("shard-*.json"))
         prefixes = [shard_prefix(self.directory, i) for i in range(len(self._plan.shards))]

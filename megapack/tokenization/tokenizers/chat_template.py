@@ -176,8 +176,6 @@ class _Dict:
 
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):  # type: ignore[misc]
-    """Jinja environment of transformers' chat templates."""
-
     def __init__(self) -> None:
         self.has_generation = False
         self.num_characters = 0  # written before the current block

@@ -51,8 +51,6 @@ NO_LOSS = -100
 
 
 class Coded(NamedTuple):
-    """Documents ready to be stored."""
-
     tokens: NDArray[Any]  # in the stored dtype
     offsets: NDArray[np.int64]  # shape (documents + 1,)
     kept: NDArray[np.bool_]  # per document of the block: True if it is in ``tokens``

@@ -28,8 +28,6 @@ _PATTERN = (
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
-    """A trained tokenizer."""
-
     path: Path
     written: bool  # False: the output existed with equal content
     vocab_size: int
