@@ -56,8 +56,6 @@ _BY_WIDTH = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}
 
 @dataclass(frozen=True, kw_only=True)
 class Foreign:
-    """Tokens and documents of another tool's file."""
-
     tokens_path: Path
     dtype: np.dtype[Any]
     num_tokens: int

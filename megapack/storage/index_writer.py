@@ -133,7 +133,6 @@ class FileLayout:
         return np.concatenate([np.zeros(0, np.int64), *self.pointer_blocks()])
 
     def has_its_name(self) -> bool:
-        """Return whether the path still leads to the file whose header was read."""
         return is_at(self.header.identity, self.path)
 
     def _read(self, dtype: type[Any], offset: int, count: int) -> Iterator[NDArray[Any]]:

@@ -173,7 +173,6 @@ FOLDER_MARK = ".megapack"  # file in every folder that megapack may remove with 
 
 
 def is_own_folder(path: Path) -> bool:
-    """Return whether megapack made the folder at ``path``."""
     return (path / FOLDER_MARK).is_file()
 
 

@@ -57,7 +57,6 @@ class TokenFacts:
 
     @staticmethod
     def of_meta(meta: Mapping[str, Any]) -> TokenFacts:
-        """Return the facts recorded in a meta file."""
         low, high = meta["min_token_id"], meta["max_token_id"]
         token_range = None if low is None else (low, high)
         return TokenFacts(meta["num_tokens"], stretches_of(meta["bin"]), token_range)

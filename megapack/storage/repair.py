@@ -246,7 +246,6 @@ def _fit_columns(
     drop_trailing: bool,
     drop_columns: bool,
 ) -> dict[str, ColumnEntry]:
-    """Return the columns that have a row for each token of the index."""
     kept = {}
     for name, entry in columns.items():
         path = column_path(prefix, name)

@@ -140,7 +140,6 @@ class Survey:
         return np.array_equal(pointers[order], expected * width)
 
     def findings(self) -> Iterator[Finding]:
-        """Yield findings about the .idx and the size of .bin."""
         name, header = self.layout.path, self.layout.header
         if header.lacks_document_indices:
             text = f"{name} has no documents (GPT-NeoX's merge loses them)"

@@ -68,8 +68,6 @@ class BlockChecksums:
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetChecksums:
-    """Content of a .checksums file."""
-
     blocks: dict[str, BlockChecksums]  # suffix -> checksums, for ".bin" and ".<name>.col"
     files: dict[str, tuple[int, str]]  # suffix -> (bytes, xxh3_128) of the small files
 
