@@ -24,7 +24,7 @@ GIVEN_UP = ("--document-end-token", "--force", "--output-file", "--num-workers",
 SHARED = {
     *("--overwrite", "--dry-run", "--json", "--threads", "--workers", "--seed", "--output-prefix"),
     *("--output", "--tokenizer", "--eod-token", "--vocab-size", "--dtype", "--set"),
-    *("--alignment", "--fim-room", "--groups", "--column"),
+    *("--alignment", "--fim-room", "--groups", "--column", "--no-tokens"),
 }
 
 
