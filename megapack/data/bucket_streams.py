@@ -60,8 +60,6 @@ class CostWindows(NamedTuple):
     windows.
 
     Attributes:
-        num_draws: draws of a window.
-        samples_per_draw: samples of the bucket in a draw.
         key: random key of the ranks of the draws.
         cost: global ids of samples of the bucket -> the cost of each.
         moves: returns the remaining moves of windows of earlier stages.
@@ -75,7 +73,6 @@ class CostWindows(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Samples in a window."""
         return self.num_draws * self.samples_per_draw
 
 
@@ -117,12 +114,11 @@ class BucketStream:
     """All samples of one capacity, as an endless sequence. Sources are numbered within the bucket.
 
     Attributes:
-        capacity: tokens per sample.
         sources: (D,) int64, numbers of the sources with samples of this capacity.
         first_sample, sizes: (D,) int64, first global id and number of samples of each source.
         starts: (D,) int64, cursor of each source at the start of this stream.
         blend: sequence of the sources, by the exact weights.
-        samples_per_epoch: samples that the schedule counts as one epoch of this bucket. With one
+        samples_per_epoch: samples that the schedule counts as one epoch of this bucket: with one
             source, its samples; with several, a share of the blend's tokens.
     """
 
@@ -147,7 +143,6 @@ class BucketStream:
 
     @property
     def num_samples(self) -> int:
-        """Number of distinct samples of this capacity."""
         return int(self.sizes.sum())
 
     def ids(self, begin: int, end: int) -> Ids:
@@ -161,10 +156,8 @@ class BucketStream:
         return ids[begin - first * size : end - first * size]
 
     def epochs(self, begin: int, end: int) -> Ids:
-        """Return the epoch of each of the ``ids`` within its source.
-
-        Cost windows do not matter: they move samples within an epoch.
-        """
+        """Return the epoch of each of the ``ids`` within its source; cost windows do not
+        change it."""
         which, first, counts, positions = self.blend.range(begin, end)
         epochs = np.empty(end - begin, np.int64)
         epochs[positions] = _epochs(which, self.starts[which] + first, counts, self.sizes)
@@ -199,10 +192,8 @@ class BucketStream:
         return result
 
     def latest(self, i: int, samples: Ids, end: int) -> int:
-        """Return the last position before ``end`` that has one of ``samples`` of source ``i``.
-
-        Samples are numbered within the source; one of them must have been drawn.
-        """
+        """Return the last position before ``end`` that has one of ``samples`` of source ``i``,
+        numbered within the source; one of them must have been drawn."""
         cursor = self.cursor(i, end)
         last = int(self.order_at(i, end).last(cursor, samples).max())
         if self._windows is not None:  # all windows before the one that contains ``end`` are whole
@@ -248,7 +239,6 @@ class BucketStream:
 
     @cached_property
     def _moves(self) -> dict[int, Move]:
-        """Moves of earlier stages, by source."""
         if self._windows is None:
             return {}
         moves = self._windows.moves()
@@ -433,11 +423,8 @@ def _exact_weights(weights: Sequence[float | None], tokens: Sequence[int]) -> li
 
 
 def whole_weights(weights: Sequence[float]) -> list[int]:
-    """Return integers in the exact proportions of the weights, one per index.
-
-    Raises:
-        ConfigError: a weight is negative or not finite.
-    """
+    """Return integers in the exact proportions of the weights. Raises ConfigError if a weight is
+    negative or not finite."""
     for d, weight in enumerate(weights):
         if not (math.isfinite(weight) and weight >= 0):
             raise ConfigError(f"weight of index {d} is {weight}; it must be finite and at least 0")
@@ -447,11 +434,7 @@ def whole_weights(weights: Sequence[float]) -> list[int]:
 
 
 def whole_shares(parts: Sequence[int]) -> NDArray[np.int64]:
-    """Return integers with sum 2^62, each less than 1 from its exact share (largest remainders).
-
-    Args:
-        parts: at least 0, in any unit.
-    """
+    """Return integers with sum 2^62, each less than 1 from its exact share (largest remainders)."""
     total = sum(parts)
     divided = [divmod(part << _SHARE_BITS, total) for part in parts]
     shares = np.array([share for share, _ in divided], np.int64)

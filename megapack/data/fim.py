@@ -106,20 +106,21 @@ Tables = tuple[Ids, Ids, Ids, Ids]
 
 
 class FimDraw(NamedTuple):
-    """Random choices for one transformed document."""
+    """Random choices for one transformed document.
+
+    Attributes:
+        sample: position of its sample in the query.
+        segment: segment of the sample; masked documents do not count.
+        document: number of the document in its source.
+        first, second: tokens, or characters, of the body before the middle, and before the suffix.
+    """
 
     sample: int
-    """Position of its sample in the query."""
     segment: int
-    """Segment of the sample; masked documents do not count."""
     document: int
-    """Number of the document in its source."""
-    spm: bool
-    """True for SPM, False for PSM."""
+    spm: bool  # SPM, not PSM
     first: int
-    """Tokens, or characters, of the body before the middle."""
     second: int
-    """Tokens, or characters, of the body before the suffix."""
 
     def __str__(self) -> str:
         return f"{'SPM' if self.spm else 'PSM'}, cut at {self.first:,} and {self.second:,}"
@@ -141,7 +142,6 @@ class Fim:
 
     @property
     def sentinels(self) -> list[int]:
-        """Ids of the sentinels in use."""
         return [t for t in (self.prefix, self.suffix, self.middle, self.end) if t >= 0]
 
     @cached_property
@@ -155,12 +155,10 @@ class Fim:
 
     @cached_property
     def largest_id(self) -> int:
-        """Largest token id that fill-in-the-middle writes."""
         parts = () if self.tables is None else self.tables[3]
         return max(*self.sentinels, int(np.max(parts, initial=0)))
 
     def core(self) -> _core.Fim:
-        """Return the argument of ``_core.Gatherer``."""
         return _core.Fim(**self._scalars(), tables=self.tables)
 
     def identity(self) -> dict[str, Any]:
@@ -197,16 +195,12 @@ class Fim:
 
 
 def open_fim(config: FimConfig, datasets: Sequence[SourceDocuments]) -> Fim:
-    """Return the settings with token ids.
+    """Return the settings with token ids; the metadata of ``datasets`` may name the token that ends
+    documents.
 
-    Args:
-        config: settings of the run.
-        datasets: documents of the sources, whose metadata may name the token that ends them.
-
-    Raises:
-        ConfigError: a sentinel is not a token or equals another one, the token that ends documents
-            is unknown, or the tokenizer does not expose the bytes of its tokens.
-        FormatError, OSError: the tokenizer cannot be read.
+    Raises ConfigError if a sentinel is not a token or equals another one, the token that ends
+    documents is unknown, or the tokenizer does not expose the bytes of its tokens; FormatError or
+    OSError if the tokenizer cannot be read.
     """
     files = None
     if config.tokenizer is not None:
@@ -337,18 +331,10 @@ def character_tables(texts: Sequence[bytes | None]) -> Tables:
 # ---- Checks of the sources -----------------------------------------------------------------------
 
 
-def check_fim(
-    fim: Fim,
-    sources: Iterable[tuple[str, float, SourceDocuments, SourceIndex]],
-) -> None:
-    """Check that fill-in-the-middle can transform the sources.
+def check_fim(fim: Fim, sources: Iterable[tuple[str, float, SourceDocuments, SourceIndex]]) -> None:
+    """Raise ConfigError if a source has chosen labels, is arranged, or has no room for sentinels.
 
-    Args:
-        fim: settings of the run.
-        sources: name, largest rate of any stage, documents and samples of every source.
-
-    Raises:
-        ConfigError: a source has chosen labels, is arranged, or has no room for sentinels.
+    ``sources``: name, largest rate of any stage, documents and samples of every source.
     """
     for name, rate, dataset, index in sources:
         if not rate:

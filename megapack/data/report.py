@@ -35,17 +35,8 @@ Ids = NDArray[np.int64]
 
 
 def times_drawn(stage: StageDraws, source: int, ids: Ids, step: int) -> Ids:
-    """Return how often each sample was drawn or skipped in the steps before ``step``.
-
-    Args:
-        stage: the stage that contains ``step`` or ends there.
-        source: number of the source of all samples.
-        ids: global ids, int64.
-        step: first step that does not count.
-
-    Returns:
-        int64, of the shape of ``ids``.
-    """
+    """Return how often each sample of a source was drawn or skipped in the steps before ``step``,
+    int64, of the shape of ``ids`` (global, int64). ``stage`` contains ``step`` or ends there."""
     times = np.zeros(len(ids), np.int64)
     for capacity, positions, samples in _by_bucket(stage, source, ids):
         epochs, cursor = stage.order_at(source, capacity, step)
@@ -54,10 +45,8 @@ def times_drawn(stage: StageDraws, source: int, ids: Ids, step: int) -> Ids:
 
 
 def last_step(stage: StageDraws, source: int, ids: Ids, step: int) -> int:
-    """Return the last step of a stage before ``step`` that draws one of the samples.
-
-    Arguments are those of ``times_drawn``; the stage must draw each sample before ``step``.
-    """
+    """Return the last step of a stage before ``step`` that draws one of the samples; it must draw
+    each."""
     return max(
         stage.last_step(source, capacity, samples, step)
         for capacity, _, samples in _by_bucket(stage, source, ids)
@@ -113,22 +102,14 @@ def unseen_documents(schedule: Schedule, source: int, step: int) -> tuple[Ids, i
 class ExclusionPlan:
     """Effect of a list of excluded documents on one source."""
 
-    source: str
-    """Name of the source."""
-    from_step: int
-    """First step at which the documents are masked."""
-    num_documents: int
-    """Documents that no earlier list contains."""
-    num_samples: int
-    """Samples with a piece of these documents."""
-    draws_before: int
-    """Draws of these samples before from_step."""
-    last_seen: int | None
-    """Step of the last such draw; None without one."""
-    draws_since: int
-    """Draws of these samples from from_step on."""
-    shown_since: int
-    """Draws among these that still show one of the documents."""
+    source: str  # name of the source
+    from_step: int  # first step at which the documents are masked
+    num_documents: int  # documents that no earlier list contains
+    num_samples: int  # samples with a piece of these documents
+    draws_before: int  # draws of these samples before from_step
+    last_seen: int | None  # step of the last such draw; None without one
+    draws_since: int  # draws of these samples from from_step on
+    shown_since: int  # those that still show one of the documents
 
 
 def plan_exclusions(schedule: Schedule, num_steps: int) -> list[ExclusionPlan]:
@@ -207,8 +188,7 @@ class SourceShare(NamedTuple):
     num_samples: int
     tokens: int
     epochs: float
-    repeated: float
-    """Share of its tokens that the run had seen before."""
+    repeated: float  # share of its tokens that the run had seen before
 
 
 @dataclass(frozen=True)
@@ -221,8 +201,7 @@ class StagePlan:
     tokens_per_step: int
     buckets: tuple[BucketShare, ...]
     ramping: bool = False
-    fim_rates: str = ""
-    """Rates of fill-in-the-middle per source; "" if there are none."""
+    fim_rates: str = ""  # fill-in-the-middle per source; "" if there is none
 
     def __str__(self) -> str:
         rows = [self.fim_rates] if self.fim_rates else []
@@ -246,8 +225,7 @@ class RunPlan:
     num_steps: int
     stages: tuple[StagePlan, ...]
     datasets: tuple[SourceShare, ...]
-    loss: str
-    """Kind of mean, and the sources with weights per token; "" for the plain mean."""
+    loss: str  # kind of mean, sources with weights per token; "" for the plain mean
 
     def __str__(self) -> str:
         lines = []
@@ -375,11 +353,7 @@ def _shares(schedule: Schedule, num_steps: int) -> tuple[SourceShare, ...]:
 
 
 def check_epochs(schedule: Schedule, num_steps: int) -> None:
-    """Check that a run repeats no source too often and has at most 2^53 tokens.
-
-    Raises:
-        ConfigError: names the source, its number of epochs, and the remedies.
-    """
+    """Raise ConfigError if a run repeats a source too often or has more than 2^53 tokens."""
     check_reach(schedule.program, "the run", num_steps, "take fewer steps")
     mixture = schedule.samples.mixture
     assert isinstance(mixture.max_epochs, Sequence)
@@ -403,11 +377,7 @@ def check_epochs(schedule: Schedule, num_steps: int) -> None:
 
 
 def check_labels(schedule: Schedule, num_steps: int) -> None:
-    """Check that some step of a run has a label; count up to the first one.
-
-    Raises:
-        ConfigError: every step has loss 0.
-    """
+    """Raise ConfigError if no step of a run has a label; counts up to the first one."""
     if num_steps and not any(schedule.step(i).num_label_tokens for i in range(num_steps)):
         raise ConfigError(
             f"no token of the run's {num_steps} steps has a label, so there is nothing to learn: "

@@ -158,13 +158,12 @@ def check_state(current: State, state: State, allow_change: Collection[str] = ()
         state: ``Schedule.state_dict(step)`` of the run to continue.
         allow_change: names of fields that may differ before the step of the state.
 
-    Returns:
-        A sentence with the consequence for every allowed difference, and a sentence for every stage
-        that differs at or after the step of the state, where everything may differ.
+    Returns a sentence with the consequence for every allowed difference, and a sentence for every
+    stage that differs at or after the step of the state, where everything may differ.
 
     Raises:
-        ResumeError: it is not a state, or another difference would change steps already taken.
-            The message names all such fields with both values and the first step.
+        ResumeError: it is not a state, or another difference would change steps already taken: the
+            message names all such fields with both values and the first step.
         ConfigError: allow_change names a field that does not exist.
     """
     check_known("checkpoint.allow_change", "field", allow_change, _CONSEQUENCE)
@@ -296,11 +295,11 @@ _ORIGIN = ("transformers_version", "_name_or_path", "architectures", "dtype", "t
 
 
 def content_digests(data: PackedDataset) -> dict[str, list[Any]]:
-    """Return digests of the bytes that every source reads: of tokens and columns.
+    """Return digests of the bytes of tokens and columns that every source reads, from at most 64
+    evenly spaced shards of each.
 
     The keys are the source's number and the fingerprint of its samples, with the name of a column:
-    ``check_state`` compares the samples and columns of runs; those that both runs have must have
-    the same bytes. For a source with more than 64 shards, this reads 64 evenly spaced ones.
+    those that two runs have in common must have the same bytes.
     """
     digests: dict[str, list[Any]] = {}
     names = (*INTERPRETED, *data.columns)
@@ -353,22 +352,18 @@ def check_record(
     is_branch: bool = False,
     option: str = "checkpoint.allow_change",
 ) -> list[str]:
-    """Compare the record of a checkpoint with that of this run.
+    """Compare the record of a checkpoint with that of this run; return a sentence for every
+    difference that is allowed.
 
     Args:
-        current: record of this run.
         saved: record of the checkpoint; None if it has none, which needs ``run`` in
             ``allow_change``.
         allow_change: keys, sections of keys, or last parts of keys that may differ.
-        is_branch: True if the run starts from another run's checkpoint in order to differ from
-            there on: only the model, the tokenizer and the data must be the same.
+        is_branch: the run starts from another run's checkpoint in order to differ from there on:
+            only the model, the tokenizer and the data must be the same.
         option: name of ``allow_change`` in the message.
 
-    Returns:
-        A sentence for every difference that is allowed.
-
-    Raises:
-        ResumeError: there are other differences; it names each with both values.
+    Raises ResumeError for other differences; it names each with both values.
     """
     if saved is None:
         if "run" in allow_change:

@@ -129,8 +129,6 @@ class StageDraws:
     """Draws of one stage, each computed independently.
 
     Args:
-        settings: settings of the stage.
-        samples: samples of the whole run.
         before: the stage that draws the steps before the first draw, if any: the previous stage, or
             the last stage of the skipped steps.
         first: the step of ``before`` at which this stage takes over the cursors.
@@ -145,9 +143,6 @@ class StageDraws:
         samples_per_draw: samples in a draw, for every bucket.
         num_cycles: cycles of the order per epoch.
         draws: the order of draws.
-
-    Raises:
-        ConfigError: capacities and tokens_per_step do not fit; the message names the remedy.
     """
 
     def __init__(
@@ -258,10 +253,8 @@ class StageDraws:
     # --- cursors --------------------------------------------------------------------------------
 
     def taken(self, step: int) -> Iterator[tuple[int, Ids, Ids]]:
-        """Yield (capacity, sources, samples drawn from each before a step) of every bucket.
-
-        Counts from the start of the stage, without skipped steps.
-        """
+        """Yield (capacity, sources, samples drawn from each before a step) of every bucket, from
+        the start of the stage, without skipped steps."""
         firsts, ends = self._ends(self._first_draw), self._ends(self.draw_of(step))
         for stream, first, end in zip(self.buckets, firsts, ends, strict=True):
             taken = stream.taken(end) - stream.taken(first)
@@ -351,10 +344,8 @@ class StageDraws:
         return [step for step in steps if step < end]
 
     def last_step(self, source: int, capacity: int, samples: Ids, end: int) -> int:
-        """Return the last step before ``end`` that draws one of ``samples`` of a source's bucket.
-
-        Samples are numbered within the bucket; the stage must draw one of them before ``end``.
-        """
+        """Return the last step before ``end`` that draws one of ``samples`` of a source's bucket,
+        numbered within the bucket; the stage must draw one of them before ``end``."""
         [(b, i)] = self._stream_of(source, capacity)
         position = self.buckets[b].latest(i, samples, self._ends(self.draw_of(end))[b])
         return self._step_of(self.draws.draw_at(b, position // self.samples_per_draw[b]))
@@ -371,12 +362,8 @@ def open_stages(
     before: StageDraws | None = None,
     largest: int = 0,
 ) -> list[StageDraws]:
-    """Return the draws of every stage. Raises ConfigError like ``StageDraws``, and names the stage.
-
-    Args:
-        before: the stage that draws the steps before the program.
-        largest: see ``StageDraws``.
-    """
+    """Return the draws of every stage; ``before``, ``largest``: see ``StageDraws``. Raises
+    ConfigError, which names the stage, if capacities and tokens_per_step do not fit."""
     stages: list[StageDraws] = []
     for settings in program:
         previous, first = (stages[-1] if stages else before), settings.begin

@@ -77,8 +77,7 @@ def run_command(work: Callable[[argparse.Namespace], int], args: argparse.Namesp
 def set_rank_environment(local_rank: int | None = None) -> int:
     """Complete the environment variables that describe this rank; return the number of ranks.
 
-    ``local_rank`` is the option of the launcher. Raises ConfigError if a launcher set only some
-    of the variables, or values that are not integers.
+    Raises ConfigError if a launcher set only some of them, or values that are not integers.
     """
     env = os.environ
     if local_rank is not None:
@@ -120,20 +119,19 @@ _RECIPES = Path(__file__).parents[1] / "configs"
 
 
 def read_config(name: str, overrides: Sequence[str] = ()) -> PretrainConfig:
-    """Read a run's configuration from a YAML file or a recipe (the name of a file in ``configs/``).
+    """Read a YAML file or a recipe (the name of a file in ``configs/``), with ``"a.b=value"``
+    overrides.
 
-    ``overrides`` are ``"a.b=value"``. Raises ConfigError if there is no such file or recipe,
-    and like ``load_config``; raises OSError if the file cannot be read.
+    Raises ConfigError if there is no such file or recipe, and the errors of ``load_config``.
     """
     recipes = {path.stem: path for path in sorted(_RECIPES.glob("*.yaml"))}
-    if not Path(name).is_file():
-        if name not in recipes:
-            raise ConfigError(
-                f"{name} is neither a file nor a recipe{nearest(name, recipes)} (recipes: "
-                f"{', '.join(recipes)})"
-            )
-        return load_config(PretrainConfig, recipes[name], overrides)
-    return load_config(PretrainConfig, name, overrides)
+    if not Path(name).is_file() and name not in recipes:
+        raise ConfigError(
+            f"{name} is neither a file nor a recipe{nearest(name, recipes)} (recipes: "
+            f"{', '.join(recipes)})"
+        )
+    path = name if Path(name).is_file() else recipes[name]
+    return load_config(PretrainConfig, path, overrides)
 
 
 def print_run_dir(args: argparse.Namespace) -> int:

@@ -48,9 +48,8 @@ from megapack.training.validation import perplexity_by_context, validate_sources
 if TYPE_CHECKING:
     from megapack.data import PackedDataset
 
-    HeldOut = tuple[
-        PackedDataset | None, dict[str, PackedDataset]
-    ]  # documents of --data, of --blend
+    # Documents of --data, and of the sources of --blend.
+    HeldOut = tuple[PackedDataset | None, dict[str, PackedDataset]]
 
 logger = logging.getLogger("megapack")
 
@@ -106,10 +105,8 @@ def evaluate(args: argparse.Namespace) -> int:
 
 
 def check_documents(directory: str, documents: HeldOut, contexts: Sequence[int]) -> None:
-    """Raise ConfigError, before loading, if a model lacks token ids or positions of the documents.
-
-    Logs a warning if the model may not have been trained on as many positions.
-    """
+    """Raise ConfigError, before loading, if a model lacks token ids or positions of the documents;
+    warn if it may not have been trained on as many positions."""
     architecture = model_configuration(ModelConfig(pretrained=directory), 1)
     data, sources = documents
     longest = 0
@@ -181,10 +178,7 @@ def show_models(scored: dict[str, dict[str, Any]], output: Path | None) -> None:
         for context, perplexity in result.get("contexts", {}).items():
             print(f"  context {context:>6}: perplexity {perplexity:.4f}")
     if output is not None and all("contexts" in result for result in scored.values()):
-        lines = {
-            name: {int(c): p for c, p in result["contexts"].items()}
-            for name, result in scored.items()
-        }
+        lines = {n: {int(c): p for c, p in r["contexts"].items()} for n, r in scored.items()}
         plot_contexts(output / "perplexity_by_context.png", lines)
 
 
@@ -208,9 +202,8 @@ def _task_manager(path: str | None) -> Any:
 
 
 def benchmarks(directory: str, args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Return task -> metric -> value of lm-evaluation-harness (extra ``lm-eval``), for the model as
-    transformers loads it, with its default attention. Raises ConfigError if the harness is
-    not installed, or a task or tokenizer is unknown."""
+    """Return task -> metric -> value of lm-evaluation-harness (extra ``lm-eval``). Raises
+    ConfigError if the harness is not installed, or a task or tokenizer is unknown."""
     import torch  # noqa: PLC0415
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 

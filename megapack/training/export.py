@@ -75,7 +75,7 @@ def export(
 ) -> str:
     """Load a checkpoint as a resumed run would, write its model, return the checkpoint's name.
 
-    Raises ConfigError if the run keeps no average, ResumeError if the checkpoint does not exist or
+    Raises ConfigError if the run keeps no average, ResumeError if there is no such checkpoint or
     its model differs from the configuration.
     """
     if args.average and config.optimizer.ema_decay is None:

@@ -26,7 +26,6 @@ from megapack.training.command import (
     run_command,
     set_rank_environment,
 )
-from megapack.training.config import PretrainConfig
 
 LENGTHS = (
     "plan without a dataset: a .npy file with the tokens of each document, or "
@@ -48,7 +47,11 @@ def pretrain(args: argparse.Namespace) -> int:
     config = read_config(args.config, [*args.set, *branch])
     profile = None if args.profile is None else profiled_steps(args.profile)
     num_ranks = args.world_size or set_rank_environment(args.local_rank)
-    check_packages(config)
+    project = config.logging.wandb_project
+    if project is not None and importlib.util.find_spec("wandb") is None:
+        raise ConfigError(
+            f"logging.wandb_project is {project!r}, and wandb is missing: pip install wandb"
+        )
     config.data.check_ranks(num_ranks, config.engine.sequence_parallel_size)
     if args.dry_run:
         from megapack.training.dry_run import dry_run  # noqa: PLC0415
@@ -81,15 +84,6 @@ def profiled_steps(text: str) -> range:
     if not (begin.isdecimal() and end.isdecimal() and int(begin) < int(end)):
         raise ConfigError(f"--profile is {text!r}; give two steps as in 100:105")
     return range(int(begin), int(end))
-
-
-def check_packages(config: PretrainConfig) -> None:
-    """Check that the packages that the configuration needs are installed. Raises ConfigError."""
-    project = config.logging.wandb_project
-    if project is not None and importlib.util.find_spec("wandb") is None:
-        raise ConfigError(
-            f"logging.wandb_project is {project!r}, and wandb is missing: pip install wandb"
-        )
 
 
 def integers(text: str) -> list[int]:

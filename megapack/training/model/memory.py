@@ -68,8 +68,7 @@ def estimate_memory(
     """Return the peak memory of a rank: in the loss, in the backward pass, or at the end of a step.
 
     Args:
-        model: model on the meta device. Its tensors become fake, and its activations are
-            checkpointed if configured.
+        model: model on the meta device; its tensors become fake.
         longest: tokens of the largest bucket.
         zero: ``zero_optimization`` of ``deepspeed_configuration``.
     """
@@ -108,14 +107,9 @@ def estimate_memory(
         loss["reduce buckets"] = buckets
     backward = {**held, "reduce buckets": buckets, "activations": in_backward}
     copied = 4 * min(count, 5 * 10**8) if world_size > 1 and (is_bf16_optimizer or not stage) else 0
-    end = {
-        **held,
-        "gradients": count
-        * 4
-        // gradient_shares
-        * (2 if stage in (1, 2) and not is_bf16_optimizer else 1),
-        "reduce buckets": copied,
-    }
+    doubled = 2 if stage in (1, 2) and not is_bf16_optimizer else 1
+    gradients = count * 4 // gradient_shares * doubled
+    end = {**held, "gradients": gradients, "reduce buckets": copied}
     most = max(loss, backward, end, key=lambda parts: sum(parts.values()))
     return MemoryEstimate(parts={k: v for k, v in most.items() if v}, on_host=on_host)
 
