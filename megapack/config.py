@@ -26,33 +26,15 @@ import yaml
 
 from megapack.errors import ConfigError
 
-__all__ = [
-    "apply_overrides",
-    "check_known",
-    "check_positive",
-    "check_range",
-    "from_dict",
-    "load_config",
-    "nearest",
-    "read_yaml",
-    "to_dict",
-    "whole_numbers",
-]
-
 T = TypeVar("T")
 
 
 def load_config(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -> T:
-    """Read a YAML file into ``cls``.
+    """Read a YAML file into ``cls``, a frozen dataclass, and apply ``"a.b=value"`` overrides
+    (YAML).
 
-    Args:
-        cls: a frozen dataclass.
-        path: the YAML file.
-        overrides: ``"a.b=value"`` strings, applied in order; values are YAML.
-
-    Raises:
-        ConfigError: invalid YAML, an unknown key, a wrong type, or a value that ``cls`` refuses.
-        OSError: the file cannot be read.
+    Raises ConfigError for invalid YAML, an unknown key, a wrong type, or a value that ``cls``
+    refuses, OSError if the file cannot be read.
     """
     try:
         tree = read_yaml(Path(path).read_text(encoding="utf-8"))
@@ -243,17 +225,12 @@ def check_known(
     known: Iterable[str],
     formerly: Mapping[str, str] | None = None,
 ) -> None:
-    """Check that names are known.
+    """Raise ConfigError if a name is unknown; it names the nearest known one, and all known ones.
 
     Args:
         where: start of the message: the origin of the names.
         what: kind of the names, as in "key".
-        names: names to check.
-        known: all known names.
         formerly: old name -> known name.
-
-    Raises:
-        ConfigError: names the first unknown one, the nearest known one, and all known ones.
     """
     known = list(known)
     for name in names:
@@ -347,8 +324,7 @@ def check_range(
         below, at_most: upper bound, exclusive or inclusive.
         values: name -> number.
 
-    Raises:
-        ConfigError: "section: name is VALUE; it must be ...".
+    Raises ConfigError: "section: name is VALUE; it must be ...".
     """
     bounds = {"above": above, "at least": at_least, "below": below, "at most": at_most}
     range_ = " and ".join(f"{word} {bound}" for word, bound in bounds.items() if bound is not None)

@@ -18,11 +18,8 @@ from typing import Any
 
 
 def require(module: str, why: str) -> Any:
-    """Import an optional package; ``why`` says in the message what needs it.
-
-    Raises:
-        MegapackError: it cannot be imported; the message says what to install.
-    """
+    """Import an optional package. Raises MegapackError, which says ``why`` it is needed and how to
+    install it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -84,11 +84,9 @@ def run_shards(
             machine). An existing connection is reused.
         remedy: how to use less memory, for the message.
 
-    Raises:
-        MegapackError: a worker, or the server that forks them, was killed (usually out of memory),
-            or ray is not installed.
-        DataError, OSError: raised by a worker; the other workers stop at their next shard.
-        KeyboardInterrupt: worker processes are killed in the middle of their shards.
+    Raises MegapackError if a worker, or the server that forks them, was killed (usually out of
+    memory), or ray is not installed, and the errors of workers: the others stop at their next
+    shard. At KeyboardInterrupt, worker processes are killed in the middle of their shards.
     """
     if executor == "ray":
         return _run_ray(worker, indices, report, ray_address)
@@ -145,10 +143,7 @@ def prepare_processes(modules: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Delay Ctrl-C until the end of the block; processes started in the block never receive it.
-
-    This process ends them.
-    """
+    """Delay Ctrl-C until the end of the block; processes started in the block never receive it."""
     if threading.current_thread() is not threading.main_thread():  # only the main one gets signals
         yield
         return

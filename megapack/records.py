@@ -33,17 +33,8 @@ T = TypeVar("T")
 def parse_json(
     text: str | bytes, where: object, *, remedy: str, error: type[MegapackError] = FormatError
 ) -> Any:
-    """Return the content of a JSON text.
-
-    Args:
-        text: bytes are UTF-8.
-        where: start of the message: the origin of the text (a path).
-        remedy: end of the message: what to do about damaged text.
-        error: class of the error.
-
-    Raises:
-        error: the text is not valid JSON or nested too deeply.
-    """
+    """Return the content of a JSON text (bytes are UTF-8). Raises ``error`` if it is not valid JSON
+    or nested too deeply: a message from ``where``, the origin of the text, to ``remedy``."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as problem:
@@ -53,12 +44,8 @@ def parse_json(
 def read_record(
     cls: type[T], path: Path, *, remedy: str, error: type[MegapackError] = FormatError
 ) -> T:
-    """Read a JSON file as ``cls``; arguments as in ``parse_json``.
-
-    Raises:
-        error: damaged JSON, a wrong version, an unknown or missing key, a value of a wrong type.
-        OSError: the file cannot be read.
-    """
+    """Read a JSON file as ``cls``; arguments as in ``parse_json``. Raises ``error`` for damaged
+    JSON, a wrong version, unknown or missing keys, or a wrong type, and OSError."""
     content = parse_json(path.read_bytes(), path, remedy=remedy, error=error)
     try:
         return from_dict(cls, content, where=str(path))
@@ -67,11 +54,7 @@ def read_record(
 
 
 def check_inside(where: str, name: str) -> None:
-    """Refuse a file name that leaves its folder: absolute, with ``..``, or empty.
-
-    Raises:
-        ValueError: the message names it.
-    """
+    """Raise ValueError for a file name that leaves its folder: absolute, with ``..``, or empty."""
     parts = PurePosixPath(name).parts
     if not parts or parts[0] == "/" or ".." in parts or "\\" in name or "\0" in name:
         raise ValueError(f"{where} is {name!r}; it must be a relative path inside its folder")

@@ -271,7 +271,6 @@ class Breakdown:
 
     @property
     def gpu_hours(self) -> float:
-        """Sum of the parts."""
         tokens = self.tokens + self.repeated + self.padding
         return tokens + self.attention + self.cross_attention + self.waiting
 
@@ -282,12 +281,10 @@ class Breakdown:
 
     @property
     def hours(self) -> float:
-        """Wall time."""
         return self.gpu_hours / self.num_gpus
 
     @property
     def cost(self) -> float:
-        """GPU hours x price."""
         return self.gpu_hours * self.price_per_gpu_hour
 
 

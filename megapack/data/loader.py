@@ -292,10 +292,7 @@ def build_loader(
             "reuse_buffers or device"
         )
     sampler = BucketBatchSampler(
-        schedule,
-        micro_batch_tokens=micro_batch_tokens,
-        samples=dataset.samples,
-        **sampler_options,
+        schedule, micro_batch_tokens=micro_batch_tokens, samples=dataset.samples, **sampler_options
     )
     if sampler.sequence_parallel_size > 1 and (layout != "stream" or reuse_buffers):
         raise ConfigError(

@@ -421,12 +421,7 @@ class SampleSource:
         return lengths[lengths > 0]
 
     def attention_cost(
-        self,
-        ids: Ids,
-        capacity: int,
-        view: StepView = PLAIN,
-        *,
-        whole: bool | None = None,
+        self, ids: Ids, capacity: int, view: StepView = PLAIN, *, whole: bool | None = None
     ) -> Ids:
         """Return token pairs per sample: the sum of squared lengths of its attention segments.
 

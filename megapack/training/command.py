@@ -54,13 +54,8 @@ def command_parser(name: str, description: str | None) -> argparse.ArgumentParse
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
     """Add the option --set KEY=VALUE."""
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="override a field, as in --set optimizer.lr=1e-4; may be repeated",
-    )
+    meaning = "override a field, as in --set optimizer.lr=1e-4; may be repeated"
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=meaning)
 
 
 def run_command(work: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:

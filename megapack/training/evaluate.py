@@ -252,44 +252,26 @@ def build_parser() -> argparse.ArgumentParser:
     add("--model", **many, metavar="[NAME=]DIR", help="an exported model; may be repeated")
     add("--run", **many, metavar="[NAME=]DIR", help="a run to compare by its log; may be repeated")
     add("--output", type=Path, help="directory for evaluation.json and plots")
-    data = parser.add_argument_group("held-out documents")
-    data.add_argument("--data", help="prefix of the documents")
-    data.add_argument(
-        "--blend", metavar="FILE", help="manifest, to score the held-out documents of its sources"
-    )
-    data.add_argument(
-        "--index", help=".samples file of the documents (default: pack them on the fly)"
-    )
+    add = parser.add_argument_group("held-out documents").add_argument
+    add("--data", help="prefix of the documents")
+    blend = "manifest, to score the held-out documents of its sources"
+    add("--blend", metavar="FILE", help=blend)
+    add("--index", help=".samples file of the documents (default: pack them on the fly)")
     several: dict[str, Any] = {"type": int, "nargs": "+"}
-    data.add_argument(
-        "--buckets",
-        **several,
-        default=[1024, 2048, 4096, 8192, 16384],
-        help="capacities to pack them into (default: %(default)s)",
-    )
-    data.add_argument(
-        "--contexts", **several, default=[], help="context lengths to score, in tokens"
-    )
-    data.add_argument("--max-tokens", type=int, help="largest number of tokens per bucket")
-    data.add_argument(
-        "--micro-batch-tokens",
-        type=int,
-        default=16384,
-        help="tokens of one forward (default: 16384)",
-    )
-    data.add_argument(
-        "--precision", choices=["bf16", "fp32"], help="default: bf16 on CUDA, else fp32"
-    )
-    data.add_argument("--attention-backend", default="auto", help="as model.attention_backend")
-    harness = parser.add_argument_group("lm-evaluation-harness")
-    harness.add_argument("--lm-eval", metavar="TASKS", help="tasks, separated by commas")
-    harness.add_argument(
-        "--lm-eval-path", metavar="DIR", help="folder with YAML files of further tasks"
-    )
-    harness.add_argument(
-        "--tokenizer", help="directory or tokenizer.json (default: that of the model)"
-    )
-    harness.add_argument("--limit", type=int, help="documents per task")
+    buckets = [1024, 2048, 4096, 8192, 16384]
+    packed = "capacities to pack them into (default: %(default)s)"
+    add("--buckets", **several, default=buckets, help=packed)
+    add("--contexts", **several, default=[], help="context lengths to score, in tokens")
+    add("--max-tokens", type=int, help="largest number of tokens per bucket")
+    forward = "tokens of one forward (default: 16384)"
+    add("--micro-batch-tokens", type=int, default=16384, help=forward)
+    add("--precision", choices=["bf16", "fp32"], help="default: bf16 on CUDA, else fp32")
+    add("--attention-backend", default="auto", help="as model.attention_backend")
+    add = parser.add_argument_group("lm-evaluation-harness").add_argument
+    add("--lm-eval", metavar="TASKS", help="tasks, separated by commas")
+    add("--lm-eval-path", metavar="DIR", help="folder with YAML files of further tasks")
+    add("--tokenizer", help="directory or tokenizer.json (default: that of the model)")
+    add("--limit", type=int, help="documents per task")
     return parser
 
 

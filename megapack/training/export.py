@@ -110,18 +110,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser = command_parser("megapack-export", __doc__)
     add = parser.add_argument
     add("run_dir", type=Path, help="directory of the run")
-    add(
-        "--average",
-        action="store_true",
-        help="export the average of the weights (optimizer.ema_decay)",
-    )
+    average = "export the average of the weights (optimizer.ema_decay)"
+    add("--average", action="store_true", help=average)
     add("--step", type=int, help="step of the checkpoint (default: the newest)")
-    add(
-        "--output",
-        type=Path,
-        metavar="DIR",
-        help="directory to write or replace (default: RUN_DIR/model)",
-    )
+    output = "directory to write or replace (default: RUN_DIR/model)"
+    add("--output", type=Path, metavar="DIR", help=output)
     add_overrides(parser)
     return parser
 

@@ -95,11 +95,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", required=True, help="YAML file, or name of a recipe: demo_cpu")
     add_overrides(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the plan and start nothing")
-    parser.add_argument(
-        "--profile",
-        metavar="BEGIN:END",
-        help="trace these steps, as in 100:105 (SIGUSR2 to a rank traces its next five)",
-    )
+    profile = "trace these steps, as in 100:105 (SIGUSR2 to a rank traces its next five)"
+    parser.add_argument("--profile", metavar="BEGIN:END", help=profile)
     parser.add_argument(
         "--branch-from",
         metavar="CHECKPOINT",
@@ -107,26 +104,14 @@ def build_parser() -> argparse.ArgumentParser:
         "its data order; if run_dir has checkpoints, the run resumes from them instead",
     )
     plan = parser.add_argument_group("options of a dry run").add_argument
-    plan(
-        "--world-size",
-        type=int,
-        metavar="RANKS",
-        help="number of ranks (default: as many as the launcher started, or 1)",
-    )
+    ranks = "number of ranks (default: as many as the launcher started, or 1)"
+    plan("--world-size", type=int, metavar="RANKS", help=ranks)
     plan("--device", metavar="NAME", help="estimate the time on H100, A800, ...")
-    plan(
-        "--gpu-price",
-        type=float,
-        metavar="PRICE",
-        help="price of one rank per hour, to estimate the cost",
-    )
+    price = "price of one rank per hour, to estimate the cost"
+    plan("--gpu-price", type=float, metavar="PRICE", help=price)
     plan("--lengths", metavar="SOURCE", help=LENGTHS)
-    plan(
-        "--buckets",
-        type=integers,
-        metavar="N,...",
-        help="buckets for --lengths, as in 1024,2048,4096",
-    )
+    buckets = "buckets for --lengths, as in 1024,2048,4096"
+    plan("--buckets", type=integers, metavar="N,...", help=buckets)
     plan("--show-config", action="store_true", help="print the full configuration, too")
     return parser
 

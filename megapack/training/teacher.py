@@ -454,34 +454,18 @@ def build_parser() -> argparse.ArgumentParser:
     add("--model", required=True, metavar="DIR", help="the teacher, a transformers checkpoint")
     add("--data", required=True, nargs="+", metavar="PREFIX", help="datasets to add columns to")
     add("--top-k", type=int, default=64, metavar="K", help="tokens per row (default: 64)")
-    add(
-        "--dtype",
-        choices=["bfloat16", "float16", "float32"],
-        default="bfloat16",
-        help="of the log-probabilities (default: bfloat16)",
-    )
+    dtypes, of = ["bfloat16", "float16", "float32"], "of the log-probabilities (default: bfloat16)"
+    add("--dtype", choices=dtypes, default="bfloat16", help=of)
     add("--ids", default=columns.ids, metavar="NAME", help="column of ids (default: %(default)s)")
     add("--logits", default=columns.logits, metavar="NAME", help="default: %(default)s")
     add("--overwrite", action="store_true", help="replace columns of these names")
     add("--context", type=int, default=4096, help="tokens per window (default: 4096)")
-    add(
-        "--overlap",
-        type=int,
-        default=1024,
-        help="tokens that a window repeats of the one before (default: 1024)",
-    )
-    add(
-        "--forward-tokens",
-        type=int,
-        default=16384,
-        help="tokens of one forward, padding included (default: 16384)",
-    )
-    add(
-        "--part-tokens",
-        type=int,
-        default=1 << 18,
-        help="tokens after which a rank keeps its work on disk (default: 262144)",
-    )
+    for name, default, meaning in (
+        ("--overlap", 1024, "tokens that a window repeats of the one before"),
+        ("--forward-tokens", 16384, "tokens of one forward, padding included"),
+        ("--part-tokens", 1 << 18, "tokens after which a rank keeps its work on disk"),
+    ):
+        add(name, type=int, default=default, help=f"{meaning} (default: {default})")
     add("--precision", choices=["bf16", "fp32"], help="default: bf16 on CUDA, else fp32")
     add("--attention-backend", default="auto", help="as model.attention_backend")
     return parser

@@ -151,7 +151,6 @@ class PackedOlmoLoader(DataLoaderBase):  # type: ignore[misc]  # not installed w
                     break
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of ``RankRows``, the same on all ranks, and the epoch."""
         return {**self.ranks.state_dict(), "epoch": self._epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

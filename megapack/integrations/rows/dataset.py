@@ -263,7 +263,6 @@ class RowDataset(GatheredRows, Dataset[dict[str, Tensor]]):
         return number
 
     def _gather(self, block: int, within: list[int]) -> dict[str, Tensor]:
-        """Return rows of one block, given by their numbers within it."""
         step, places = self._block(block)
         positions = places[within].reshape(-1)
         if self.finite:

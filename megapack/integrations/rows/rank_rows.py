@@ -40,24 +40,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from megapack.attention.experts import token_mask
 from megapack.attention.probe import probe
-from megapack.data import (
-    Batch,
-    BatchLayout,
-    BucketBatchSampler,
-    MicroBatch,
-    PackedDataset,
-    Schedule,
-)
+from megapack.data import Batch, BatchLayout, BucketBatchSampler, MicroBatch, PackedDataset
 from megapack.data.loader import prefetch_remote
+from megapack.data.schedule import Schedule
 from megapack.errors import ConfigError, ResumeError
-from megapack.integrations.dialects import (
-    IGNORED,
-    TRANSFORMERS,
-    Dialect,
-    check_columns,
-    emit,
-    loss_terms,
-)
+from megapack.integrations import dialects
+from megapack.integrations.dialects import IGNORED, TRANSFORMERS, Dialect, check_columns, emit
 from megapack.integrations.rows.dataset import RowDataset
 
 logger = logging.getLogger(__name__)
@@ -202,7 +190,7 @@ class RankRows:
                 lambda batch: forward(emit(batch, self.dialect)),
                 self.micro_batch(self._block_of_short_documents(consumed_rows)),
                 outputs="losses",
-                counted=lambda batch: loss_terms(batch, self.dialect).weights != 0,
+                counted=lambda batch: dialects.loss_terms(batch, self.dialect).weights != 0,
                 host=type(module).__name__,
                 longest=self.micro_batch(consumed_rows),
             )

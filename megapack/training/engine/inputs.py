@@ -23,13 +23,7 @@ from megapack.data import PackedDataset, PackedLoader, build_loader, check_token
 from megapack.data.batch import longest_position
 from megapack.data.blend import BlendConfig
 from megapack.data.report import check_labels
-from megapack.data.resume import (
-    content_digests,
-    flatten,
-    is_within,
-    model_record,
-    tokenizer_digest,
-)
+from megapack.data.resume import content_digests, flatten, is_within, model_record, tokenizer_digest
 from megapack.data.run import ORDER_FIELDS, Decisions, OpenRun, PlannedRun
 from megapack.errors import ConfigError, FormatError, MegapackError
 from megapack.packing import SampleIndex, pack
