@@ -1,17 +1,8 @@
 """JSON records on disk, read with one set of checks and messages.
 
-A record is a frozen keyword-only dataclass with typed fields. Reading it checks the JSON, the
+A record is a frozen keyword-only dataclass with typed fields. ``read_record`` checks the JSON, the
 version (a field such as ``version: Literal[1] = 1``), unknown and missing keys, and the type of
-every value, including nested ones.
-
-- ``parse_json``: parse a JSON text
-- ``read_record``: read a file as a dataclass
-- ``check_inside``: check a relative name, which must stay inside its folder
-
-    @dataclass(frozen=True, kw_only=True)
-    class Manifest:
-        step: int
-        version: Literal[1] = 1
+every value, including nested ones; ``check_inside`` checks relative file names.
 
     read_record(Manifest, Path("manifest.json"), remedy="restore it from a copy")
     # {"step": "seven"} -> FormatError: manifest.json: step is 'seven'; it must be of type int;

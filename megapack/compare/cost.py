@@ -304,8 +304,7 @@ def estimate_cost(
             leaves out, and tokens that it places again.
         run: model, hardware and assumptions.
 
-    Raises:
-        ConfigError: the index holds no token, so no number of passes reaches `train_tokens`.
+    Raises ConfigError if the index holds no token, so no number of passes reaches `train_tokens`.
     """
     distinct_tokens = num_tokens - dropped_tokens
     if distinct_tokens <= 0:

@@ -3,15 +3,13 @@
 - ``plan_arrangement``, ``arrange``: write the shards of an arranged source and its manifest
 - ``SourceReader``: reads samples as documents, with the columns of their tokens
 
-The samples of every bucket are put in one random order, which the n shards split evenly: shard s
-gets the s-th part of every bucket. In a shard every segment is a document, so a run that draws the
-samples in this order reads every bucket sequentially. If a segment ends inside its document, the
-next token is stored, too: it is the label of the segment's last token. Columns are copied with
-their tokens, so a sample is the same as in the source. But the numbers of documents and samples
-change, and a segment loses its position in the document, so ``positions: document`` is refused.
-
-A shard is a function of source, seed and number of shards, and is either complete or absent. So a
-build can resume on any number of processes and machines.
+The samples of every bucket are put in one random order, which the n shards split evenly. In a shard
+every segment is a document, so a run that draws the samples in this order reads every bucket
+sequentially. If a segment ends inside its document, the next token is stored, too: it is the label
+of the segment's last token. Columns are copied with their tokens, so a sample is the same as in the
+source. But the numbers of documents and samples change, and a segment loses its position in the
+document, so ``positions: document`` is refused. A shard is a function of source, seed and number of
+shards, and is either complete or absent: a build can resume on any number of machines.
 
 Two buckets of 4 and 2 samples in two shards, the random orders 2 0 3 1 and 1 0:
 

@@ -65,24 +65,15 @@ def _by_bucket(stage: StageDraws, source: int, ids: Ids) -> Iterator[tuple[int, 
 
 
 def unseen_documents(schedule: Schedule, source: int, step: int) -> tuple[Ids, int]:
-    """Return the documents of a source that the current epoch has not seen.
+    """Return the documents of a source that the current epoch has not seen, int64, ascending, and
+    the number c of complete epochs, before ``step``. Reads the index of the source.
 
-    A document was seen as many times as its least-drawn sample was drawn (or skipped) before
-    ``step``. If c is the minimum over all documents, c epochs are complete, and the documents seen
-    c times are unseen in the current one. Documents without a sample and documents masked at
-    ``step`` are left out.
+    A document was seen as many times as its least-drawn sample was drawn (or skipped). The minimum
+    over all documents is c, and the documents seen c times are unseen in the current epoch.
+    Documents without a sample and documents masked at ``step`` are left out.
 
     A source cannot change its packing (longer samples, other buckets) and keep its cursors, since
-    the new samples mix seen and unseen documents. To change the packing, pack the unseen documents
-    as a new source.
-
-    Args:
-        schedule: schedule of the run.
-        source: number of the source.
-        step: number of steps taken.
-
-    Returns:
-        Ids of the documents, ascending, int64; and c. Reads the index of the source.
+    the new samples mix seen and unseen documents: pack the unseen documents as a new source.
     """
     samples, stage = schedule.samples, schedule.stage_at(step)
     ids = np.arange(*samples.bases[source : source + 2], dtype=np.int64)

@@ -7,18 +7,15 @@
     Schedule(index, tokens_per_step=256, seed=1).step(3).draws
     # -> (Draw(bucket=0, capacity=64, sample_ids=[17, 4, 30, 9]),)
 
-All ranks compute the same without communication. Steps hold a constant number of tokens; their
-content does not depend on the number of ranks, the micro batch size or the number of workers, so a
-run may stop at any step and resume with different ones. Nothing is dropped: a bucket is an endless
-stream (``megapack.data.bucket_streams``) of which every draw takes the next ``k`` samples, and a
-draw that reaches the end of an epoch continues with the next one.
+All ranks compute the same without communication. Steps hold a constant number of tokens, whatever
+the number of ranks and the micro batch size. Nothing is dropped: a bucket is an endless stream
+(``megapack.data.bucket_streams``) of which every draw takes the next ``k`` samples, and a draw that
+reaches the end of an epoch continues with the next one.
 
 Every bucket of every source has one cursor, the number of its samples taken since the run began. A
 stage knows the cursors at its first draw; within it they follow from the order of draws and the
-blend, both in closed form; the next stage begins with the cursors at its end. At cursor c a bucket
-of n samples gives element ``c mod n`` of the order of its epoch ``c div n``
-(``megapack.data.sample_order``). So within an epoch of a source's bucket no sample is repeated or
-missed, also across stages.
+blend, both in closed form; the next stage begins with the cursors at its end. So within an epoch of
+a source's bucket no sample is repeated or missed, also across stages.
 
 In every stage the blend is exact: of the first n samples of a bucket, each source provides n times
 its weight, with an error below 1.69. Over k stages these errors add up to at most 1.69 k; a stage

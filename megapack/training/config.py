@@ -1,9 +1,6 @@
 """Configuration of a training run: frozen dataclasses, read from YAML by ``megapack.config``.
 
-``PretrainConfig`` has one field per section: ``ModelConfig``, ``DataConfig``
-(``megapack.data.run``), ``OptimizerConfig``, ``LearningRateConfig``, ``CheckpointConfig``,
-``EvaluationConfig``, ``LoggingConfig``, ``AutopilotConfig``, ``MixingConfig``, ``DistillConfig``,
-``EngineConfig``.
+``PretrainConfig`` has one field per section; ``DataConfig`` is in ``megapack.data.run``.
 ``megapack-pretrain --config x.yaml --set a.b=v`` reads a file and overrides fields; ``--dry-run
 --show-config`` prints the result. The classes check names, ranges and conflicts without torch.
 

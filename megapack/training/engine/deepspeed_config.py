@@ -3,13 +3,10 @@
 In DeepSpeed 0.19, whether stages 1 and 2 overlap the reduction of gradients with the backward pass
 depends on the precision. In bfloat16, stage 1 (``BF16_Optimizer``) does one all-reduce after the
 last backward pass of a step, without overlap; stage 2 reduces in every micro step, bucket by
-bucket, during the backward pass. In float32, stage 1 reduces during the backward pass of the last
-micro step.
+bucket, during the backward pass. In float32, stage 1 reduces during the last backward pass.
 
-``deepspeed_configuration`` merges ``engine.deepspeed`` into megapack's configuration
-(``EngineConfig`` refuses keys that other options set). ``check_deepspeed`` lets the installed
-DeepSpeed read the result and refuses keys that it does not read. ``describe_reduction`` explains
-the stage:
+``deepspeed_configuration`` merges ``engine.deepspeed`` into megapack's configuration,
+``check_deepspeed`` lets the installed DeepSpeed read the result, ``describe_reduction`` explains:
 
     ZeRO: stage 2 (auto); 4.62 GiB of gradients (float32) are reduced in each of 4 micro steps,
     during the backward

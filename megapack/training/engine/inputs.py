@@ -1,9 +1,8 @@
 """Inputs of a run: open them, check that they fit together, and record what determines the run.
 
-``Inputs`` opens training and validation data. ``check_run`` checks a run before its ranks
-connect and its model is built. ``open_validation`` opens held-out documents. ``steps_from_lengths``
-plans a run before its corpus exists. ``run_record`` lists everything that determines a run, for
-checkpoints.
+``Inputs`` opens the data, ``check_run`` checks a run before its ranks connect, ``open_validation``
+opens held-out documents, ``steps_from_lengths`` plans a run before its corpus exists, and
+``run_record`` lists everything that determines a run, for checkpoints.
 
     read_lengths("lognormal:999,603,1e6", seed=0)  # -> a million lengths, 999 tokens on average
 """

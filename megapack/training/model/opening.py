@@ -1,11 +1,10 @@
 """Model of a run: an architecture from transformers, with megapack's attention and loss.
 
-``open_model`` chooses the attention, checks the architecture and builds the model
-(``build_model``); with ZeRO-3, no rank ever holds the whole model. ``tile_mlps`` computes the MLPs
-of long rows in chunks of tokens, with DeepSpeed's TiledMLP: the activations between an MLP's two
-projections are its largest; with chunks, only those of one chunk exist at once, and the backward
-pass recomputes them (Bekman et al., *Arctic Long Sequence Training*, 2025). The gradients of a
-weight over the chunks are added in the weight's dtype.
+``open_model`` chooses the attention, checks the architecture and builds the model; with ZeRO-3, no
+rank ever holds the whole model. ``tile_mlps`` computes the MLPs of long rows in chunks of tokens
+with DeepSpeed's TiledMLP, so that the activations between an MLP's two projections, its largest,
+exist for one chunk only; the backward pass recomputes them (Bekman et al., *Arctic Long Sequence
+Training*, 2025), and adds a weight's gradients over the chunks in the weight's dtype.
 
     num_chunks(10, 4)  # -> 3 chunks, of 4, 4 and 2 tokens
 """
