@@ -71,10 +71,8 @@ def apply_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[s
 
 
 def from_dict(cls: type[T], tree: Any, *, where: str = "configuration") -> T:
-    """Build ``cls`` from nested mappings. Raises ConfigError as in ``load_config``.
-
-    The error for an unknown key x suggests the field with ``metadata={"formerly": "x"}``.
-    """
+    """Build ``cls`` from nested mappings. Raises ConfigError as in ``load_config``. The error for
+    an unknown key x suggests the field with ``metadata={"formerly": "x"}``."""
     if not isinstance(tree, Mapping):
         raise ConfigError(f"{where} is {tree!r:.200}; it must be a mapping of keys")
     hints = get_type_hints(cls)
@@ -209,10 +207,8 @@ def _one_line(error: Exception) -> str:
 
 
 def nearest(name: str, known: Iterable[str], formerly: Mapping[str, str] | None = None) -> str:
-    """Return ``"; did you mean 'x'?"`` for a similar known name, or an empty string.
-
-    ``formerly`` maps old names to known ones.
-    """
+    """Return ``"; did you mean 'x'?"`` for a similar known name, or an empty string. ``formerly``
+    maps old names to known ones."""
     names = {**{one: one for one in known}, **(formerly or {})}
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f"; did you mean {names[close[0]]!r}?" if close else ""
@@ -350,10 +346,8 @@ def check_positive(section: str, **values: float | Sequence[float] | None) -> No
 
 
 def whole_numbers(section: str, config: Any, *names: str, **bounds: float) -> None:
-    """Check fields of a frozen dataclass with ``check_range`` and convert them to int.
-
-    JSON does not accept numpy.int64. Raises ConfigError also if a field is not a whole number.
-    """
+    """Check fields of a frozen dataclass with ``check_range`` and convert them to int. JSON does
+    not accept numpy.int64. Raises ConfigError also if a field is not a whole number."""
     values = {name: getattr(config, name) for name in names}
     check_range(section, **bounds, **values)
     for name, value in values.items():

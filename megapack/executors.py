@@ -132,10 +132,8 @@ def _run_processes(
 
 
 def prepare_processes(modules: Sequence[str]) -> None:
-    """Start the server that forks workers, while the build is still being planned.
-
-    It has no threads, imports the modules that workers need, and ends with this process.
-    """
+    """Start the server that forks workers, while the build is still being planned. It has no
+    threads, imports the modules that workers need, and ends with this process."""
     forkserver.set_forkserver_preload([__name__, *modules])
     with _uninterrupted():
         forkserver.ensure_running()
@@ -202,11 +200,9 @@ def _count(counted: Counted) -> None:
 
 
 def _end_with(parent: Connection) -> None:
-    """End this process when the process at the other end of the pipe ends, for any reason.
-
-    Linux kills it at once; a thread would wait for the interpreter's lock. PR_SET_PDEATHSIG would
-    refer to the server that forked this process instead.
-    """
+    """End this process when the process at the other end of the pipe ends, for any reason. Linux
+    kills it at once; a thread would wait for the interpreter's lock. PR_SET_PDEATHSIG would refer
+    to the server that forked this process instead."""
     if hasattr(fcntl, "F_SETSIG"):
         with contextlib.suppress(OSError):  # no /proc
             # The workers share one open file, which signals only one process: open it again.

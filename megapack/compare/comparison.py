@@ -195,10 +195,8 @@ def measure_plans(
 
 def draw_steps(lengths: Numbers, *, tokens: int, longest: int, num_steps: int) -> list[Lengths]:
     """Draw documents at random, with replacement, for up to ``num_steps`` steps of ``tokens``.
-
     Documents longer than ``longest`` (at most ``tokens``) are cut there. Raises DataError if no
-    document has a token.
-    """
+    document has a token."""
     mean = float(lengths.mean()) if len(lengths) else 0.0
     if mean == 0:
         raise DataError("no document has a token; give a corpus that has tokens")

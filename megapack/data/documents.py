@@ -88,10 +88,8 @@ class SourceDocuments(abc.ABC):
         that were packed, FormatError or OSError if a file is damaged or missing."""
 
     def open_columns(self, shard: IndexedDataset, names: Iterable[str]) -> dict[str, Column]:
-        """Return the columns of an open shard that are in ``names`` and are not ignored.
-
-        Raises the errors of ``IndexedDataset.columns``.
-        """
+        """Return the columns of an open shard that are in ``names`` and are not ignored. Raises the
+        errors of ``IndexedDataset.columns``."""
         existing = [name for name in names if name in _used_columns(shard, self.ignored)]
         columns = shard.columns if existing else {}
         return {name: columns[name] for name in existing}
@@ -103,10 +101,8 @@ class SourceDocuments(abc.ABC):
 
     @abc.abstractmethod
     def largest_token_id(self, at_least: int) -> tuple[str, int]:
-        """Return the dataset with the largest id of tokens and labels, and this id.
-
-        May skip files whose dtype cannot store ids of ``at_least`` or more.
-        """
+        """Return the dataset with the largest id of tokens and labels, and this id. May skip files
+        whose dtype cannot store ids of ``at_least`` or more."""
 
 
 class DatasetDocuments(SourceDocuments):
@@ -347,10 +343,8 @@ def carried_columns(
 
 
 def end_tokens(datasets: Iterable[SourceDocuments]) -> dict[int | None, str]:
-    """Return the end-of-document tokens in meta files, each with a dataset that names it.
-
-    The key None stands for datasets without this information.
-    """
+    """Return the end-of-document tokens in meta files, each with a dataset that names it. The key
+    None stands for datasets without this information."""
     tokens: dict[int | None, str] = {}
     for dataset in datasets:
         tokens.setdefault((dataset.meta or {}).get("document_end_token"), dataset.prefix)

@@ -333,9 +333,7 @@ def character_tables(texts: Sequence[bytes | None]) -> Tables:
 
 def check_fim(fim: Fim, sources: Iterable[tuple[str, float, SourceDocuments, SourceIndex]]) -> None:
     """Raise ConfigError if a source has chosen labels, is arranged, or has no room for sentinels.
-
-    ``sources``: name, largest rate of any stage, documents and samples of every source.
-    """
+    ``sources``: name, largest rate of any stage, documents and samples of every source."""
     for name, rate, dataset, index in sources:
         if not rate:
             continue

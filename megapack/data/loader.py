@@ -119,11 +119,9 @@ _LEAST_BYTES = 1 << 14  # counted per micro batch, also if it needs nothing remo
 def prefetch_remote(
     micro_batches: Iterable[MicroBatch], reads: RemoteReads
 ) -> Iterator[MicroBatch]:
-    """Yield micro batches; meanwhile fetch the bytes of later ones from the object store.
-
-    A request takes tens of milliseconds regardless of its size. So up to ``reads.ahead_bytes`` are
-    local or in flight, and neighboring ranges of several micro batches become one request.
-    """
+    """Yield micro batches; meanwhile fetch the bytes of later ones from the object store. A request
+    takes tens of milliseconds regardless of its size. So up to ``reads.ahead_bytes`` are local or
+    in flight, and neighboring ranges of several micro batches become one request."""
     upcoming = iter(micro_batches)
     requested: deque[tuple[MicroBatch, float]] = deque()  # micro batch, bytes it needs
     # Request in portions, so that the connection is never idle between two requests.

@@ -86,10 +86,8 @@ _Difference = tuple[str, str]  # the field, and both values in words
 
 def identity(program: Program, samples: SampleSource) -> dict[str, Any]:
     """Return everything that decides the order of samples: numbers, names, fingerprints (JSON).
-
     Settings of the first stage are next to those of the whole run; later stages, if there are any,
-    are complete entries of ``stages``.
-    """
+    are complete entries of ``stages``."""
     first, *later = (
         _stage_identity(stage, before, samples)
         for before, stage in zip((program[0], *program[:-1]), program, strict=True)
@@ -241,10 +239,8 @@ def _stage_changes(
 
 
 def _all_stages(state: State) -> list[dict[str, Any]]:
-    """Return the stages of a state with all fields, without stages that change nothing.
-
-    Weights end with the last source that is drawn: later sources may have been added since.
-    """
+    """Return the stages of a state with all fields, without stages that change nothing. Weights end
+    with the last source that is drawn: later sources may have been added since."""
     optional: dict[str, Any] = {"exclude": {}, "skipped": None, **dict.fromkeys(_TRAINING)}
     first: dict[str, Any] = {"from_step": 0, "skip_steps": 0}
     first |= {name: state.get(name) for name in (*_DRAWS, *_TRAINING)}
@@ -263,11 +259,8 @@ def _all_stages(state: State) -> list[dict[str, Any]]:
 
 
 def resume_step(current: State, state: State, allow_change: Collection[str] = ()) -> int:
-    """Return the step to continue with, after ``check_state``.
-
-    If a different tokens_per_step is allowed for past steps, this is the first step that the tokens
-    seen do not cover completely.
-    """
+    """Return the step to continue with, after ``check_state``. If a different tokens_per_step is
+    allowed for past steps, this is the first step that the tokens seen do not cover completely."""
     check_state(current, state, allow_change)
     step = int(state["step"])
     num_seen = _tokens(_all_stages(state), step)

@@ -113,10 +113,8 @@ def assign(
 
 def equal_groups(costs: Ids, size: int) -> Ids:
     """Return positions in groups of ``size`` with similar work, the heaviest group first.
-
     Neighboring groups differ least, so any run of consecutive groups has similar work. Shape
-    (len(costs) // size, size), int64.
-    """
+    (len(costs) // size, size), int64."""
     num_groups = len(costs) // size
     if num_groups == 0:
         return np.zeros((0, size), np.int64)
@@ -244,10 +242,8 @@ class BucketBatchSampler(Sampler[MicroBatch]):
         return per_draw * config.draws_per_step
 
     def num_positions(self, step: int) -> int:
-        """Return the tokens of all forwards of an optimizer step, of all ranks, with padding.
-
-        With ``pad_last`` these are more than the tokens of the step.
-        """
+        """Return the tokens of all forwards of an optimizer step, of all ranks, with padding. With
+        ``pad_last`` these are more than the tokens of the step."""
         return self.num_micro_steps(step) * self.micro_batch_tokens * self.data_parallel_size
 
     @property

@@ -75,11 +75,9 @@ class SpikeWatch:
         self._mixture = ""
 
     def look(self, line: Line, mixture: str) -> Spike | None:
-        """Check the line of the next step; return a confirmed spike or None.
-
-        When ``mixture``, which identifies the mixture of the step, changes, so do the levels of
-        losses and gradients: all bands are reset, except those of single sources.
-        """
+        """Check the line of the next step; return a confirmed spike or None. When ``mixture``,
+        which identifies the mixture of the step, changes, so do the levels of losses and gradients:
+        all bands are reset, except those of single sources."""
         if mixture != self._mixture:
             kept = {name: band for name, band in self._bands.items() if name.startswith("source")}
             self._mixture, self._bands, self._out = mixture, kept, {}
@@ -150,11 +148,9 @@ def _signals(line: Line) -> Iterable[tuple[str, str, float]]:
 
 
 def skip(spike: Spike, config: AutopilotConfig, decisions: Decisions, done: int) -> Decision:
-    """Return the decision that skips a spike's outliers and ``margin_steps`` on both sides.
-
-    Each earlier skip of about the same range doubles the number of steps. Raises
-    FloatingPointError if ``autopilot.max_rollbacks`` is used up.
-    """
+    """Return the decision that skips a spike's outliers and ``margin_steps`` on both sides. Each
+    earlier skip of about the same range doubles the number of steps. Raises FloatingPointError if
+    ``autopilot.max_rollbacks`` is used up."""
     count = decisions.number("autopilot")
     if count >= config.max_rollbacks:
         raise FloatingPointError(

@@ -71,9 +71,7 @@ def run_command(work: Callable[[argparse.Namespace], int], args: argparse.Namesp
 
 def set_rank_environment(local_rank: int | None = None) -> int:
     """Complete the environment variables that describe this rank; return the number of ranks.
-
-    Raises ConfigError if a launcher set only some of them, or values that are not integers.
-    """
+    Raises ConfigError if a launcher set only some of them, or values that are not integers."""
     env = os.environ
     if local_rank is not None:
         env.setdefault("LOCAL_RANK", str(local_rank))
@@ -115,10 +113,8 @@ _RECIPES = Path(__file__).parents[1] / "configs"
 
 def read_config(name: str, overrides: Sequence[str] = ()) -> PretrainConfig:
     """Read a YAML file or a recipe (the name of a file in ``configs/``), with ``"a.b=value"``
-    overrides.
-
-    Raises ConfigError if there is no such file or recipe, and the errors of ``load_config``.
-    """
+    overrides. Raises ConfigError if there is no such file or recipe, and the errors of
+    ``load_config``."""
     recipes = {path.stem: path for path in sorted(_RECIPES.glob("*.yaml"))}
     if not Path(name).is_file() and name not in recipes:
         raise ConfigError(

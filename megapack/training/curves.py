@@ -92,10 +92,8 @@ def standings(curves: Mapping[str, Curve], num_ranges: int = 100) -> dict[str, S
 
 
 def smooth(values: Sequence[float], alpha: float) -> list[float]:
-    """Return an exponential moving average for plots (A.7), corrected for its start.
-
-    The weight of the past is ``min(sqrt(alpha), 0.999)``, close to the paper's factor.
-    """
+    """Return an exponential moving average for plots (A.7), corrected for its start. The weight of
+    the past is ``min(sqrt(alpha), 0.999)``, close to the paper's factor."""
     if not 0 <= alpha <= 1:
         raise ValueError(f"alpha is {alpha}; it must be within 0 and 1")
     weight = min(math.sqrt(alpha), 0.999)

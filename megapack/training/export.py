@@ -74,10 +74,8 @@ def export(
     args: argparse.Namespace, config: PretrainConfig, world: World, output: Path, scratch: Path
 ) -> str:
     """Load a checkpoint as a resumed run would, write its model, return the checkpoint's name.
-
     Raises ConfigError if the run keeps no average, ResumeError if there is no such checkpoint or
-    its model differs from the configuration.
-    """
+    its model differs from the configuration."""
     if args.average and config.optimizer.ema_decay is None:
         raise ConfigError(f"{config.run_dir} keeps no average of weights (optimizer.ema_decay)")
     inputs = Inputs(config)

@@ -88,10 +88,8 @@ def start(config: PretrainConfig, num_ranks: int, profile: range | None) -> int:
 def check_start(
     config: PretrainConfig, run: RunDirectory, num_ranks: int, profile: range | None = None
 ) -> tuple[Inputs, Any, Any]:
-    """Open the inputs of a run and check that they fit together, before ranks connect.
-
-    Returns the inputs, the transformers configuration of the model, and the tokenizer.
-    """
+    """Open the inputs of a run and check that they fit together, before ranks connect. Returns the
+    inputs, the transformers configuration of the model, and the tokenizer."""
     check_directory(config.checkpoint, run)
     inputs = Inputs(config)
     check_mixing(config, inputs)

@@ -58,11 +58,8 @@ class TimedBatches:
         """Attention work of the busiest rank over the mean, in the current step."""
 
     def steps(self) -> Iterator[tuple[int, Iterator[Batch]]]:
-        """Yield every step with an iterator over this rank's micro batches.
-
-        Each batch is gathered on request, so an update does not wait for the next step's first
-        batch.
-        """
+        """Yield every step with an iterator over this rank's micro batches. Each batch is gathered
+        on request, so an update does not wait for the next step's first batch."""
         batches = self._batches()
         for first in batches:
             following = itertools.islice(batches, first["num_micro_steps"] - 1)
@@ -315,11 +312,9 @@ class Trainer:
         return inputs
 
     def check_files(self, inputs: Inputs | None = None) -> None:
-        """Check that the data files are those that the run started with; collective.
-
-        Without freshly opened ``inputs``, opens the files only if the inode, size or modification
-        time of one changed. Raises ResumeError if samples, bytes or the manifest changed.
-        """
+        """Check that the data files are those that the run started with; collective. Without
+        freshly opened ``inputs``, opens the files only if the inode, size or modification time of
+        one changed. Raises ResumeError if samples, bytes or the manifest changed."""
         problem = None
         stamps = self.inputs.file_stamps()
         if inputs is not None or stamps != self.stamps:

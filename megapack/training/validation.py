@@ -121,10 +121,7 @@ def validate_sources(
     model: Any, data: PackedDataset | None, sources: Mapping[str, PackedDataset], **how: Any
 ) -> ValidationResult:
     """Score ``data`` and every source; collective. Without ``data``, the result sums up all
-    sources.
-
-    ``how``: further arguments of ``validate``.
-    """
+    sources. ``how``: further arguments of ``validate``."""
     results = {name: validate(model, source, **how) for name, source in sources.items()}
     if data is None:
         return replace(ValidationResult.together(results.values()), sources=results)

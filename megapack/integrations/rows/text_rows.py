@@ -177,10 +177,8 @@ def _check_row(num_tokens: int, batch: CurrentBatch) -> None:
 
 def hand_over_boundaries(rebinding: Rebinding, parallel: str, *importers: str) -> None:
     """Wrap the functions that pass boundaries, positions and mask to attention and loss.
-
     ``parallel`` is the host's module with ``broadcast_data``; ``importers`` are its modules that
-    import flash-attn's function by name. Raises ConfigError if the host lacks one of the names.
-    """
+    import flash-attn's function by name. Raises ConfigError if the host lacks one of the names."""
     flash = importlib.import_module("flash_attn.flash_attn_interface")
     stock = flash.flash_attn_varlen_func
     dense = wrap_flash_attn_func(flash.flash_attn_func, stock)

@@ -230,10 +230,8 @@ class CheckpointStore:
 
     def finish(self) -> str | None:
         """Wait for all ranks, publish the checkpoint (in place of one of the same name), and remove
-        older ones beyond ``keep``; return its name, or None if none was started.
-
-        Raises ResumeError if a rank could not write; then the checkpoint is removed.
-        """
+        older ones beyond ``keep``; return its name, or None if none was started. Raises ResumeError
+        if a rank could not write; then the checkpoint is removed."""
         if self._begun is None:
             return None
         (tag, written, facts), self._begun = self._begun, None

@@ -158,10 +158,8 @@ class RunDirectory:
 
     def truncate_logs(self, tokens: int) -> list[str]:
         """Drop the log lines after ``tokens`` tokens, which the resumed run will write again.
-
         Returns warnings about damaged lines (they are dropped, and a copy of the log is kept under
-        another name) and about missing last lines. Resuming does not need the logs.
-        """
+        another name) and about missing last lines. Resuming does not need the logs."""
         problems = []
         for path in (self.log, self.evaluation, *self.batches.glob("*.jsonl")):
             if not path.exists():
@@ -301,11 +299,9 @@ def append_jsonl(path: Path, *lines: dict[str, Any]) -> None:
 
 
 def read_jsonl(path: str | Path, damaged: list[int] | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a log, without a last line that a kill cut short.
-
-    Numbers of damaged lines are appended to ``damaged``, and these lines left out; if that is None,
-    a damaged line raises FormatError. Raises OSError if the file cannot be read.
-    """
+    """Yield the lines of a log, without a last line that a kill cut short. Numbers of damaged lines
+    are appended to ``damaged``, and these lines left out; if that is None, a damaged line raises
+    FormatError. Raises OSError if the file cannot be read."""
     remedy = "remove the line; a resumed run removes it, too"
     with Path(path).open("rb") as file:
         for number, text in enumerate(file, start=1):

@@ -202,10 +202,8 @@ def clip_and_skip(optimizer: torch.optim.Optimizer, clip: float) -> None:
 def train_step(
     engine: Any, micro_batches: Iterable[Batch], *, world: World, config: EngineConfig, lr: float
 ) -> StepResult:
-    """Run forward and backward of this rank's micro batches of one step, then the optimizer.
-
-    All ranks have the same number of micro batches. ``lr`` is the learning rate of this step.
-    """
+    """Run forward and backward of this rank's micro batches of one step, then the optimizer. All
+    ranks have the same number of micro batches. ``lr`` is the learning rate of this step."""
     for group in engine.optimizer.param_groups:
         group["lr"] = lr * (engine.muon_lr_ratio if group.get("use_muon") else 1.0)
     loss_sums, sample_losses, source, forward = [], [], [], Stopwatch(world.device)

@@ -27,11 +27,9 @@ _PROBES = ("Two words", "  a  b\n\n\tc = 1234.5 ", "na\u00efve \u4e2d\u6587 \U00
 def export_model(
     engine: Any, directory: Path, world: World, *, tokenizer: Any = None, end: int | None = None
 ) -> None:
-    """Write the engine's model; collective, since ZeRO-3 gathers its parameters.
-
-    The new model is written to a temporary directory, which then replaces ``directory``.
-    ``generate`` stops at ``end``, the token that ends documents, and pads with it.
-    """
+    """Write the engine's model; collective, since ZeRO-3 gathers its parameters. The new model is
+    written to a temporary directory, which then replaces ``directory``. ``generate`` stops at
+    ``end``, the token that ends documents, and pads with it."""
     weights: dict[str, Tensor] | None = None  # None: the engine holds complete weights
     if engine.zero_optimization_stage() == 3:
         import deepspeed  # noqa: PLC0415

@@ -129,9 +129,7 @@ def vocabulary_size(config: PretrainConfig, run: PlannedRun) -> int:
 def verify_samples(inputs: Inputs, world: World) -> None:
     """Verify the checksums of every .samples file and, as far as reading 1 GiB suffices, of local
     datasets that have a meta file, once per host; collective. Raises FormatError on all ranks.
-
-    Shards are compared with their manifest later, when the first sample is drawn from them.
-    """
+    Shards are compared with their manifest later, when the first sample is drawn from them."""
     problem = None
     if world.rank == world.gather(world.host).index(world.host):
         try:
@@ -290,10 +288,8 @@ def open_validation(
     positions: Literal["segment", "document"] = "segment",
 ) -> PackedDataset:
     """Open held-out documents and their samples; without an index, pack them into ``buckets``. Each
-    document is scored alone, for any ``positions``.
-
-    Raises ConfigError if the index repeats or drops tokens, or no token can be scored.
-    """
+    document is scored alone, for any ``positions``. Raises ConfigError if the index repeats or
+    drops tokens, or no token can be scored."""
     dataset = IndexedDataset(prefix)
     if index is None:
         samples = pack(dataset.document_lengths, "bucket", buckets=list(buckets))
@@ -337,11 +333,9 @@ _LAW = "lognormal:"
 def steps_from_lengths(
     config: PretrainConfig, source: str, buckets: Sequence[int] | None
 ) -> PlannedRun:
-    """Plan the run for document lengths (``read_lengths``), without opening its data.
-
-    The documents are packed by strategy bucket into ``buckets``; None: the powers of two from 1,024
-    to 16,384 that divide a micro batch. Raises ConfigError if sizes do not fit.
-    """
+    """Plan the run for document lengths (``read_lengths``), without opening its data. The documents
+    are packed by strategy bucket into ``buckets``; None: the powers of two from 1,024 to 16,384
+    that divide a micro batch. Raises ConfigError if sizes do not fit."""
     largest = config.data.micro_batch_tokens
     usual = [2**k for k in range(10, 15) if largest % 2**k == 0] or [largest]
     index = pack(read_lengths(source, config.seed), "bucket", buckets=list(buckets or usual))
@@ -350,10 +344,8 @@ def steps_from_lengths(
 
 def read_lengths(source: str, seed: int) -> NDArray[Any]:
     """Return the lengths of documents in tokens, from a .npy file of integers, or random ones from
-    ``lognormal:MEAN,MEDIAN,DOCUMENTS`` (FineWeb-Edu: mean 999, median 603).
-
-    Raises ConfigError if the distribution is invalid, DataError or OSError for the file.
-    """
+    ``lognormal:MEAN,MEDIAN,DOCUMENTS`` (FineWeb-Edu: mean 999, median 603). Raises ConfigError if
+    the distribution is invalid, DataError or OSError for the file."""
     if source.startswith(_LAW):
         try:
             mean, median, count = map(float, source.removeprefix(_LAW).split(","))

@@ -118,11 +118,9 @@ def _new_configuration(config: ModelConfig, vocab_size: int) -> Any:
 
 
 def _keys(config: ModelConfig) -> dict[str, Any]:
-    """Return the keys of a preset or of ``model.config``, without those about a file.
-
-    A config.json contains all fields; its dropouts and special tokens are those of the original
-    training, so this function drops them.
-    """
+    """Return the keys of a preset or of ``model.config``, without those about a file. A config.json
+    contains all fields; its dropouts and special tokens are those of the original training, so this
+    function drops them."""
     from transformers import PreTrainedConfig  # noqa: PLC0415
 
     if config.preset is not None:
@@ -286,11 +284,9 @@ def _find_conflict(configuration: Any) -> str | None:
 
 @contextmanager
 def _rope_warnings(warnings: list[str]) -> Iterator[None]:
-    """Append transformers' warnings about RoPE's parameters to ``warnings``.
-
-    Ignores those of ``warning_once``: each appears once per process, so a model would be refused at
-    its first check and accepted at the next.
-    """
+    """Append transformers' warnings about RoPE's parameters to ``warnings``. Ignores those of
+    ``warning_once``: each appears once per process, so a model would be refused at its first check
+    and accepted at the next."""
     logger = logging.getLogger("transformers.modeling_rope_utils")
     level, handler = logger.level, logging.Handler(logging.WARNING)
 

@@ -53,11 +53,9 @@ def num_chunks(num_tokens: int, chunk_tokens: int) -> int:
 
 
 def tile_mlps(layers: nn.ModuleList, chunk_tokens: int) -> None:
-    """Compute the MLP of every layer in chunks of at most ``chunk_tokens`` tokens.
-
-    Raises ConfigError if an MLP contains anything but dense layers: a chunk may leave an expert
-    unused, whose gradient would be lost; dropout would be drawn again.
-    """
+    """Compute the MLP of every layer in chunks of at most ``chunk_tokens`` tokens. Raises
+    ConfigError if an MLP contains anything but dense layers: a chunk may leave an expert unused,
+    whose gradient would be lost; dropout would be drawn again."""
     for layer in layers:
         mlp = getattr(layer, "mlp", None)
         if problem := _problem(mlp):

@@ -88,9 +88,7 @@ class Heartbeat:
 
     def explain(self) -> str | None:
         """Return a sentence that names the ranks lost in a failed collective; None: no rank is.
-
-        Waits for a few heartbeat intervals before it returns None.
-        """
+        Waits for a few heartbeat intervals before it returns None."""
         timeout = 3 * self.interval
         deadline = time.monotonic() + timeout + 3 * self.interval
         while self._lost is None and time.monotonic() < deadline:

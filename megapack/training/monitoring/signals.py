@@ -62,10 +62,8 @@ class Agreement:
         self._pending: tuple[Any, torch.Tensor] | None = None
 
     def any(self, *flags: bool) -> list[bool] | None:
-        """Send this rank's flags; return those of the previous call, set if any rank set them.
-
-        All ranks get the same answer; the first call returns None.
-        """
+        """Send this rank's flags; return those of the previous call, set if any rank set them. All
+        ranks get the same answer; the first call returns None."""
         answers = None
         if self._pending is not None:
             work, message = self._pending
