@@ -3,7 +3,6 @@
 - ``BucketStream``: all samples of one capacity as an endless sequence, blended from the sources.
 - ``FiniteStream``: every sample once, source after source, for evaluation.
 - ``CostWindows``: draws with samples of similar cost.
-- ``bucket_streams``: streams of all capacities, by the weights of the sources.
 
 A stream draws from its sources by exact weights (``_core.Blend``): of its first n samples, each
 source provides n times its weight, within 1.69, for any number of sources and every n up to 2^53
@@ -98,10 +97,8 @@ class _Range(NamedTuple):
     which: NDArray[np.int32]
     begins: Ids
     counts: Ids
-    positions: NDArray[np.int32]
-    """Position of every sample in the range."""
-    samples: Ids
-    """Global id of every sample, in the order of ``positions``."""
+    positions: NDArray[np.int32]  # position of every sample in the range
+    samples: Ids  # global id of every sample, in the order of ``positions``
 
     def by_position(self) -> Ids:
         """Return the global ids in the order of the stream."""

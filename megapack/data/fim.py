@@ -1,9 +1,7 @@
 """Fill-in-the-middle (FIM): documents whose middle is moved to the end.
 
-- ``FimConfig``, ``Sentinels``: the section ``fim:`` of a manifest.
-- ``Fim``: the settings with token ids, for the gather; ``restore`` undoes a transformation.
-- ``open_fim``: configuration -> ``Fim``. ``check_fim``: checks the sources of a run.
-- ``FimDraw``: random choices for one document.
+``FimConfig`` is the section ``fim:`` of a manifest; ``open_fim`` makes ``Fim``, the settings with
+token ids, whose ``restore`` undoes a transformation; ``check_fim`` checks the sources of a run.
 
     fim: {rate: 0.5, sentinels: {prefix: <|fim_prefix|>, suffix: <|fim_suffix|>,
           middle: <|fim_middle|>}, tokenizer: tokenizer.json}
@@ -15,9 +13,8 @@ A document of the body a b c d e f and its end-of-document token, cut at 2 and 5
 
 (Bavarian et al. 2022, arXiv 2207.14255, section 3 and appendix D; Megatron's GPTFIMDataset). The
 choice of documents, PSM or SPM, and the cuts are a pure function of the run's seed, the epoch of
-the document's sample, and the document. The gather (``csrc/core/gather``) transforms them, so FIM
-works with every host. Only whole documents are transformed, and only if the index has room for the
-sentinels (``pack --fim-room``).
+the document's sample, and the document. The gather (``csrc/core/gather``) transforms only whole
+documents, and only if the index has room for the sentinels (``pack --fim-room``).
 """
 
 from __future__ import annotations

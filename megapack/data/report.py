@@ -1,10 +1,8 @@
 """Reports on a run before it starts, computed from the cursors of its stages.
 
-- ``plan_run``: steps, buckets, shares and epochs of every source. ``check_epochs`` refuses a run
-  that repeats a source too often; ``often_repeated`` returns warnings.
-- ``times_drawn``, ``last_step``: number of draws of samples before a step, and the last one.
-- ``unseen_documents``: documents that a run has not seen yet in the current epoch of a source.
-- ``plan_exclusions``: effects of the lists of excluded documents.
+- ``plan_run``: steps, buckets, shares and epochs of every source; ``check_epochs`` refuses, and
+  ``often_repeated`` warns of, sources that are repeated too often.
+- ``unseen_documents``, ``plan_exclusions``: documents that a run has not seen, or masks.
 
     print(plan_run(schedule, 1000).table())
     # ->  weight       realised    epochs  repeated      samples  source

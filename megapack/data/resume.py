@@ -5,14 +5,11 @@ every number of ranks, micro batch size and number of workers. A resume must ref
 steps already taken, but only report changes to later steps.
 
 - ``identity``, ``check_state``, ``resume_step``: everything that determines the order of samples.
-- ``content_digests``, ``model_record``, ``tokenizer_digest``, ``flatten``: parts of a record, flat
-  keys of everything else that determines a run. ``check_record`` compares two.
+- ``check_record``: a record, flat keys of everything else that determines a run.
 
     check_state({..., "seed": 8}, {..., "seed": 7, "step": 100})
     # -> ResumeError: this run would not see the samples the checkpoint's run would have seen: seed
     #    was 7 and is 8. Restore the former configuration, or set allow_change=(seed) ...
-    check_record({"model.hidden_act": "gelu"}, {"model.hidden_act": "silu"})
-    # -> ResumeError: ... model.hidden_act was 'silu' and is 'gelu'. Restore ...
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
 """Samples of all sources of a run, numbered together, and facts that need no tokens.
 
 - ``SampleSource``: global ids -> source, capacity, segments, attention cost, labels; orders.
-  ``LabelTotals``: number of labels and their weights.
 - ``Shards``: shard that holds a sample, opened on first use.
 - ``Exclusions``, ``read_exclusions``: documents that are masked from a step on.
 
     sources of 3 and of 5 samples: bases = 0 3 8            # ids 0 to 2, and 3 to 7
     locate([1, 3, 7])                                       # -> sources 0 1 1, samples 1 0 4
 
-Ids do not change when documents are excluded. Methods that read samples need the ``StepView`` of
-the step, which stores the number of exclusion lists in force.
+Ids do not change when documents are excluded: methods that read samples take a ``StepView``.
 """
 
 from __future__ import annotations

@@ -144,8 +144,7 @@ class Resume:
     manifest: CheckpointManifest
     universal: bool
     """Convert to the universal format first: the world size or the ZeRO stage differs."""
-    rejected: list[str] = field(default_factory=list)
-    """Problems of newer, damaged checkpoints."""
+    rejected: list[str] = field(default_factory=list)  # problems of newer, damaged checkpoints
 
 
 class CheckpointStore:
@@ -157,8 +156,7 @@ class CheckpointStore:
         zero_stage: ZeRO stage of the engine that saves and loads.
         scratch: folder for universal checkpoints; None: ``directory``.
         is_milestone: returns True for a step whose checkpoint is never removed.
-        reach: steps that a rollback may undo. The newest checkpoint at least this many steps
-            old is kept in addition to ``keep``.
+        reach: steps that a rollback may undo; the newest checkpoint at least this old is kept, too.
         mirror: receives a copy of every checkpoint; None: no copies.
     """
 
@@ -256,7 +254,6 @@ class CheckpointStore:
         return tag
 
     def wait_for_mirror(self) -> None:
-        """Wait for uploads in progress; collective."""
         if self.mirror is not None:
             self.world.on_first(self.mirror.wait)
 
@@ -325,8 +322,8 @@ class CheckpointStore:
         return None
 
     def abandon_after(self, tag: str) -> None:
-        """Of the checkpoints with more tokens than ``tag``, set the newest aside and remove the
-        others, because the run rolls back to ``tag``. Collective."""
+        """Remove the checkpoints with more tokens than ``tag``, to which the run rolls back, and
+        set the newest of them aside. Collective."""
         self.world.on_first(lambda: self._abandon_after(tag))
 
     def _abandon_after(self, tag: str) -> None:

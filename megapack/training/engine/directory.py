@@ -120,7 +120,6 @@ class RunDirectory:
         return {}
 
     def begin(self, config: Any, facts: dict[str, Any]) -> None:
-        """Record a start: the full configuration, and one line of facts."""
         with atomic_write(self.config, "w") as file:
             yaml.safe_dump(to_dict(config), file, sort_keys=False)
         append_jsonl(self.starts, {"time": time.time(), **environment(), **facts})
@@ -223,14 +222,11 @@ class FileFacts:
 class CheckpointManifest:
     """Facts about a checkpoint."""
 
-    step: int
-    """Optimizer steps done."""
+    step: int  # optimizer steps done
     world_size: int
     zero_stage: int
-    state: dict[str, Any]
-    """State of the trainer: order of samples, record of the run, decisions."""
-    files: dict[str, FileFacts]
-    """Path relative to the checkpoint -> facts."""
+    state: dict[str, Any]  # of the trainer: order of samples, record of the run, decisions
+    files: dict[str, FileFacts]  # path relative to the checkpoint -> facts
     version: Literal[1] = 1
 
     def __post_init__(self) -> None:
@@ -259,7 +255,6 @@ class CheckpointManifest:
         return manifest
 
     def write(self, directory: Path) -> None:
-        """Write the manifest, the last file of a checkpoint."""
         with atomic_write(directory / MANIFEST, "w") as file:
             json.dump(asdict(self), file, indent=1)
 

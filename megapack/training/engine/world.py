@@ -88,8 +88,7 @@ class World:
     """Process group for messages on the CPU (gloo); None: the default group."""
     sequence_group: Any = None
     """Process group of the ranks that share long samples with this one; None: no sharing."""
-    progress: RankProgress = field(default_factory=RankProgress)
-    """Progress of this rank; the heartbeat reports it to the others."""
+    progress: RankProgress = field(default_factory=RankProgress)  # the heartbeat reports it
 
     @property
     def is_first(self) -> bool:
@@ -97,7 +96,6 @@ class World:
         return self.rank == 0
 
     def gather(self, value: T) -> list[T]:
-        """Return every rank's value, in the order of ranks; collective."""
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)
         return values

@@ -1,9 +1,8 @@
 """Estimate of the memory that a rank needs, without a device.
 
 A forward and a backward pass run on fake tensors (shapes without values), and every storage counts
-while it is alive: activations, copies made by autocast, recomputed layers, temporary gradients. The
-sizes of temporaries of our own operations are computed from their shapes. In addition, DeepSpeed
-0.19 allocates, by stage:
+while it is alive; temporaries of our own operations are computed from their shapes. In addition,
+DeepSpeed 0.19 allocates, for P parameters on N ranks, in bytes:
 
     stage     parameters  gradients  master weights  optimizer  buckets
     0, fp32   4P          4P                         8P         the reduction's copy, 4P
@@ -13,8 +12,7 @@ sizes of temporaries of our own operations are computed from their shapes. In ad
     2         2P or 4P    4P/N       4P/N            8P/N       reduce_bucket_size x 2 or 4 bytes
     3         the same/N  4P/N       4P/N            8P/N       the same, and gathered parameters
 
-for P parameters on N ranks, in bytes. ``tests/training/test_memory.py`` compares the estimate with
-the memory of DeepSpeed's engines under torch's memory tracker.
+``tests/training/test_memory.py`` compares the estimate with DeepSpeed's engines.
 """
 
 from __future__ import annotations

@@ -141,7 +141,6 @@ class PackedGPTDataset(GatheredRows, MegatronDataset):  # type: ignore[misc]  # 
         return row
 
     def micro_batch(self, numbers: Sequence[int]) -> dict[str, Tensor]:
-        """Return rows, stacked: ``(rows, ...)`` under every key."""
         assert self.rows is not None, "an empty split has no rows"
         return emit(self.rows.micro_batch(numbers), self.dialect)
 
