@@ -74,7 +74,8 @@ def main() -> None:
 
 def facts_of(demo: Path, arm: str) -> dict[str, Any]:
     """Return the plotted figures of one run, from its index, its schedule and its evaluations."""
-    (index,) = (run := OpenRun(config_of(demo, arm))).schedule.samples.indices
+    run = OpenRun(read_config(str(demo / arm / "config.yaml")))
+    (index,) = run.schedule.samples.indices
     metrics = index.metrics()
     evaluations = {line["step"]: line for line in read_jsonl(demo / arm / "evaluation.jsonl")}
     sampler, steps = run.sampler(0, RANKS), list(read_jsonl(demo / arm / "log.jsonl"))
@@ -93,11 +94,6 @@ def facts_of(demo: Path, arm: str) -> dict[str, Any]:
         "losses": [line["loss"] for line in evaluations.values()],
         "perplexity": [line["perplexity"] for line in evaluations.values()][-1],
     }
-
-
-def config_of(demo: Path, arm: str) -> Any:
-    """Return the configuration in the run directory."""
-    return read_config(str(demo / arm / "config.yaml"), [])
 
 
 def compare(

@@ -26,33 +26,15 @@ import yaml
 
 from megapack.errors import ConfigError
 
-__all__ = [
-    "apply_overrides",
-    "check_known",
-    "check_positive",
-    "check_range",
-    "from_dict",
-    "load_config",
-    "nearest",
-    "read_yaml",
-    "to_dict",
-    "whole_numbers",
-]
-
 T = TypeVar("T")
 
 
 def load_config(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -> T:
-    """Read a YAML file into ``cls``.
+    """Read a YAML file into ``cls``, a frozen dataclass, and apply ``"a.b=value"`` overrides
+    (YAML).
 
-    Args:
-        cls: a frozen dataclass.
-        path: the YAML file.
-        overrides: ``"a.b=value"`` strings, applied in order; values are YAML.
-
-    Raises:
-        ConfigError: invalid YAML, an unknown key, a wrong type, or a value that ``cls`` refuses.
-        OSError: the file cannot be read.
+    Raises ConfigError for invalid YAML, an unknown key, a wrong type, or a value that ``cls``
+    refuses, OSError if the file cannot be read.
     """
     try:
         tree = read_yaml(Path(path).read_text(encoding="utf-8"))
@@ -89,10 +71,8 @@ def apply_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[s
 
 
 def from_dict(cls: type[T], tree: Any, *, where: str = "configuration") -> T:
-    """Build ``cls`` from nested mappings. Raises ConfigError as in ``load_config``.
-
-    The error for an unknown key x suggests the field with ``metadata={"formerly": "x"}``.
-    """
+    """Build ``cls`` from nested mappings. Raises ConfigError as in ``load_config``. The error for
+    an unknown key x suggests the field with ``metadata={"formerly": "x"}``."""
     if not isinstance(tree, Mapping):
         raise ConfigError(f"{where} is {tree!r:.200}; it must be a mapping of keys")
     hints = get_type_hints(cls)
@@ -227,10 +207,8 @@ def _one_line(error: Exception) -> str:
 
 
 def nearest(name: str, known: Iterable[str], formerly: Mapping[str, str] | None = None) -> str:
-    """Return ``"; did you mean 'x'?"`` for a similar known name, or an empty string.
-
-    ``formerly`` maps old names to known ones.
-    """
+    """Return ``"; did you mean 'x'?"`` for a similar known name, or an empty string. ``formerly``
+    maps old names to known ones."""
     names = {**{one: one for one in known}, **(formerly or {})}
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f"; did you mean {names[close[0]]!r}?" if close else ""
@@ -243,17 +221,12 @@ def check_known(
     known: Iterable[str],
     formerly: Mapping[str, str] | None = None,
 ) -> None:
-    """Check that names are known.
+    """Raise ConfigError if a name is unknown; it names the nearest known one, and all known ones.
 
     Args:
         where: start of the message: the origin of the names.
         what: kind of the names, as in "key".
-        names: names to check.
-        known: all known names.
         formerly: old name -> known name.
-
-    Raises:
-        ConfigError: names the first unknown one, the nearest known one, and all known ones.
     """
     known = list(known)
     for name in names:
@@ -347,8 +320,7 @@ def check_range(
         below, at_most: upper bound, exclusive or inclusive.
         values: name -> number.
 
-    Raises:
-        ConfigError: "section: name is VALUE; it must be ...".
+    Raises ConfigError: "section: name is VALUE; it must be ...".
     """
     bounds = {"above": above, "at least": at_least, "below": below, "at most": at_most}
     range_ = " and ".join(f"{word} {bound}" for word, bound in bounds.items() if bound is not None)
@@ -374,10 +346,8 @@ def check_positive(section: str, **values: float | Sequence[float] | None) -> No
 
 
 def whole_numbers(section: str, config: Any, *names: str, **bounds: float) -> None:
-    """Check fields of a frozen dataclass with ``check_range`` and convert them to int.
-
-    JSON does not accept numpy.int64. Raises ConfigError also if a field is not a whole number.
-    """
+    """Check fields of a frozen dataclass with ``check_range`` and convert them to int. JSON does
+    not accept numpy.int64. Raises ConfigError also if a field is not a whole number."""
     values = {name: getattr(config, name) for name in names}
     check_range(section, **bounds, **values)
     for name, value in values.items():

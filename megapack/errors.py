@@ -18,11 +18,8 @@ from typing import Any
 
 
 def require(module: str, why: str) -> Any:
-    """Import an optional package; ``why`` says in the message what needs it.
-
-    Raises:
-        MegapackError: it cannot be imported; the message says what to install.
-    """
+    """Import an optional package. Raises MegapackError, which says ``why`` it is needed and how to
+    install it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -70,9 +67,7 @@ class MegapackWarning(UserWarning):
 
 def is_foreign(error: BaseException) -> bool:
     """Return whether an exception comes from another library, not megapack, the system or the user.
-
-    Rust libraries raise a PanicException, which is a BaseException, not an Exception.
-    """
+    Rust libraries raise a PanicException, which is a BaseException, not an Exception."""
     ours = (MegapackError, OSError, MemoryError, KeyboardInterrupt, SystemExit, GeneratorExit)
     return not isinstance(error, ours)
 
@@ -97,11 +92,9 @@ def redacted(text: object) -> str:
 
 
 def printable(text: str) -> str:
-    """Return a text in which every character is visible; line breaks (``\\n``) stay.
-
-    Control and format characters (escape sequences, bidirectional overrides, zero-width ones), lone
-    surrogates and unassigned code points become ``\\u001b``, which JSON reads as well.
-    """
+    """Return a text in which every character is visible; line breaks (``\\n``) stay. Control and
+    format characters (escape sequences, bidirectional overrides, zero-width ones), lone surrogates
+    and unassigned code points become ``\\u001b``, which JSON reads as well."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c == "\n" else _escaped(c) for c in text)

@@ -84,11 +84,9 @@ def run_shards(
             machine). An existing connection is reused.
         remedy: how to use less memory, for the message.
 
-    Raises:
-        MegapackError: a worker, or the server that forks them, was killed (usually out of memory),
-            or ray is not installed.
-        DataError, OSError: raised by a worker; the other workers stop at their next shard.
-        KeyboardInterrupt: worker processes are killed in the middle of their shards.
+    Raises MegapackError if a worker, or the server that forks them, was killed (usually out of
+    memory), or ray is not installed, and the errors of workers: the others stop at their next
+    shard. At KeyboardInterrupt, worker processes are killed in the middle of their shards.
     """
     if executor == "ray":
         return _run_ray(worker, indices, report, ray_address)
@@ -134,10 +132,8 @@ def _run_processes(
 
 
 def prepare_processes(modules: Sequence[str]) -> None:
-    """Start the server that forks workers, while the build is still being planned.
-
-    It has no threads, imports the modules that workers need, and ends with this process.
-    """
+    """Start the server that forks workers, while the build is still being planned. It has no
+    threads, imports the modules that workers need, and ends with this process."""
     forkserver.set_forkserver_preload([__name__, *modules])
     with _uninterrupted():
         forkserver.ensure_running()
@@ -145,10 +141,7 @@ def prepare_processes(modules: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Delay Ctrl-C until the end of the block; processes started in the block never receive it.
-
-    This process ends them.
-    """
+    """Delay Ctrl-C until the end of the block; processes started in the block never receive it."""
     if threading.current_thread() is not threading.main_thread():  # only the main one gets signals
         yield
         return
@@ -207,11 +200,9 @@ def _count(counted: Counted) -> None:
 
 
 def _end_with(parent: Connection) -> None:
-    """End this process when the process at the other end of the pipe ends, for any reason.
-
-    Linux kills it at once; a thread would wait for the interpreter's lock. PR_SET_PDEATHSIG would
-    refer to the server that forked this process instead.
-    """
+    """End this process when the process at the other end of the pipe ends, for any reason. Linux
+    kills it at once; a thread would wait for the interpreter's lock. PR_SET_PDEATHSIG would refer
+    to the server that forked this process instead."""
     if hasattr(fcntl, "F_SETSIG"):
         with contextlib.suppress(OSError):  # no /proc
             # The workers share one open file, which signals only one process: open it again.

@@ -1,17 +1,8 @@
 """JSON records on disk, read with one set of checks and messages.
 
-A record is a frozen keyword-only dataclass with typed fields. Reading it checks the JSON, the
+A record is a frozen keyword-only dataclass with typed fields. ``read_record`` checks the JSON, the
 version (a field such as ``version: Literal[1] = 1``), unknown and missing keys, and the type of
-every value, including nested ones.
-
-- ``parse_json``: parse a JSON text
-- ``read_record``: read a file as a dataclass
-- ``check_inside``: check a relative name, which must stay inside its folder
-
-    @dataclass(frozen=True, kw_only=True)
-    class Manifest:
-        step: int
-        version: Literal[1] = 1
+every value, including nested ones; ``check_inside`` checks relative file names.
 
     read_record(Manifest, Path("manifest.json"), remedy="restore it from a copy")
     # {"step": "seven"} -> FormatError: manifest.json: step is 'seven'; it must be of type int;
@@ -33,17 +24,8 @@ T = TypeVar("T")
 def parse_json(
     text: str | bytes, where: object, *, remedy: str, error: type[MegapackError] = FormatError
 ) -> Any:
-    """Return the content of a JSON text.
-
-    Args:
-        text: bytes are UTF-8.
-        where: start of the message: the origin of the text (a path).
-        remedy: end of the message: what to do about damaged text.
-        error: class of the error.
-
-    Raises:
-        error: the text is not valid JSON or nested too deeply.
-    """
+    """Return the content of a JSON text (bytes are UTF-8). Raises ``error`` if it is not valid JSON
+    or nested too deeply: a message from ``where``, the origin of the text, to ``remedy``."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as problem:
@@ -53,12 +35,8 @@ def parse_json(
 def read_record(
     cls: type[T], path: Path, *, remedy: str, error: type[MegapackError] = FormatError
 ) -> T:
-    """Read a JSON file as ``cls``; arguments as in ``parse_json``.
-
-    Raises:
-        error: damaged JSON, a wrong version, an unknown or missing key, a value of a wrong type.
-        OSError: the file cannot be read.
-    """
+    """Read a JSON file as ``cls``; arguments as in ``parse_json``. Raises ``error`` for damaged
+    JSON, a wrong version, unknown or missing keys, or a wrong type, and OSError."""
     content = parse_json(path.read_bytes(), path, remedy=remedy, error=error)
     try:
         return from_dict(cls, content, where=str(path))
@@ -67,11 +45,7 @@ def read_record(
 
 
 def check_inside(where: str, name: str) -> None:
-    """Refuse a file name that leaves its folder: absolute, with ``..``, or empty.
-
-    Raises:
-        ValueError: the message names it.
-    """
+    """Raise ValueError for a file name that leaves its folder: absolute, with ``..``, or empty."""
     parts = PurePosixPath(name).parts
     if not parts or parts[0] == "/" or ".." in parts or "\\" in name or "\0" in name:
         raise ValueError(f"{where} is {name!r}; it must be a relative path inside its folder")

@@ -17,19 +17,14 @@ from typing import Any
 
 from megapack.errors import ConfigError
 
-__all__ = ["checked_integer", "count", "counted", "parse_size", "percent", "short", "size"]
-
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(?:I?B)?|B)?", re.ASCII)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 _THOUSANDS = ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k"))
 
 
 def parse_size(value: str | int) -> int:
-    """Return the bytes of a size: ``64M``, ``1.5G``, ``64 MiB``, ``4096`` or a whole number.
-
-    Raises:
-        ConfigError: the value is not a size.
-    """
+    """Return the bytes of a size: ``64M``, ``1.5G``, ``64 MiB``, ``4096`` or a whole number. Raises
+    ConfigError."""
     match = _SIZE.fullmatch(str(value).strip().upper())
     if match is None or isinstance(value, bool):
         raise ConfigError(f"{value!r} is not a size; write 4096, 64M or 1.5G (powers of 1024)")
@@ -37,11 +32,8 @@ def parse_size(value: str | int) -> int:
 
 
 def checked_integer(name: str, value: Any, low: int, high: int) -> int:
-    """Return a Python or numpy integer as int: no bool, no float that happens to be whole.
-
-    Raises:
-        ConfigError: it is something else or outside [low, high].
-    """
+    """Return a Python or numpy integer as int: no bool, no float that happens to be whole. Raises
+    ConfigError if it is something else or outside [low, high]."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise ConfigError(f"{name} is {value!r}; it must be an integer")
     if not low <= int(value) <= high:

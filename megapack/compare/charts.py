@@ -164,14 +164,12 @@ Subject = TypeVar("Subject")
 
 
 def draw(plot: Callable[[Subject], Chart], subject: Subject) -> str:
-    """Return a plot as a self-contained ``<svg>``, always with the same bytes.
+    """Return a plot as a self-contained ``<svg>``, always with the same bytes. Raises ConfigError
+    if matplotlib is not installed.
 
     Args:
         plot: a function as below; the first line of its docstring labels the picture.
         subject: its argument.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
     """
     check_matplotlib()
     import matplotlib  # noqa: PLC0415
@@ -214,11 +212,8 @@ def length_histogram(comparison: Comparison) -> Plot:
     tokens = corpus.tokens_per_interval / corpus.num_tokens
     used = np.nonzero(documents)[0]
     first, last = used[0], used[-1] + 1
-    edges, documents, tokens = (
-        corpus.edges[first : last + 1],
-        documents[first:last],
-        tokens[first:last],
-    )
+    edges = corpus.edges[first : last + 1]
+    documents, tokens = documents[first:last], tokens[first:last]
     bars = axes.bar(edges[:-1], 100 * documents, np.diff(edges), align="edge", color=BLUE)
     for bar, low, high, d, t in zip(bars, edges, edges[1:], documents, tokens, strict=False):
         bar.set(edgecolor=PAPER, linewidth=0.7)

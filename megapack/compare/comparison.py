@@ -132,10 +132,8 @@ def measure_plans(
     linear_cost_tokens: float,
     num_steps: int = NUM_STEPS,
 ) -> list[PlannedWork]:
-    """Plan the same steps with three limits of context parallelism.
-
-    The limits are 1, the fewest ranks that hold the longest document, and the largest power of two
-    of ranks.
+    """Plan the same steps with three limits of context parallelism: 1, the fewest ranks that hold
+    the longest document, and the largest power of two of ranks.
 
     Args:
         lengths: tokens per document; empty documents are left out.
@@ -144,9 +142,8 @@ def measure_plans(
         linear_cost_tokens: that of the model (``Model.linear_cost_tokens``).
         num_steps: at most; fewer if all steps would hold more than a million documents.
 
-    Raises:
-        ConfigError: a number below 1, or a micro batch of more tokens than the step.
-        DataError: no document has a token.
+    Raises ConfigError for a number below 1, or a micro batch of more tokens than the step,
+    DataError if no document has a token.
     """
     section = f"planned steps of {tokens_per_rank} tokens per rank"
     check_range(section, at_least=1, num_ranks=num_ranks)
@@ -198,10 +195,8 @@ def measure_plans(
 
 def draw_steps(lengths: Numbers, *, tokens: int, longest: int, num_steps: int) -> list[Lengths]:
     """Draw documents at random, with replacement, for up to ``num_steps`` steps of ``tokens``.
-
     Documents longer than ``longest`` (at most ``tokens``) are cut there. Raises DataError if no
-    document has a token.
-    """
+    document has a token."""
     mean = float(lengths.mean()) if len(lengths) else 0.0
     if mean == 0:
         raise DataError("no document has a token; give a corpus that has tokens")
@@ -351,5 +346,4 @@ def compare(
 def _report_case(
     progress: Callable[[int, int], None], position: int, num_cases: int, done: int, total: int
 ) -> None:
-    """Report the progress of one case as progress of all, in thousandths of a case."""
     progress(1000 * position + 1000 * done // max(1, total), 1000 * num_cases)

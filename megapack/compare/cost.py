@@ -271,7 +271,6 @@ class Breakdown:
 
     @property
     def gpu_hours(self) -> float:
-        """Sum of the parts."""
         tokens = self.tokens + self.repeated + self.padding
         return tokens + self.attention + self.cross_attention + self.waiting
 
@@ -282,12 +281,10 @@ class Breakdown:
 
     @property
     def hours(self) -> float:
-        """Wall time."""
         return self.gpu_hours / self.num_gpus
 
     @property
     def cost(self) -> float:
-        """GPU hours x price."""
         return self.gpu_hours * self.price_per_gpu_hour
 
 
@@ -307,8 +304,7 @@ def estimate_cost(
             leaves out, and tokens that it places again.
         run: model, hardware and assumptions.
 
-    Raises:
-        ConfigError: the index holds no token, so no number of passes reaches `train_tokens`.
+    Raises ConfigError if the index holds no token, so no number of passes reaches `train_tokens`.
     """
     distinct_tokens = num_tokens - dropped_tokens
     if distinct_tokens <= 0:

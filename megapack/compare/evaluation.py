@@ -75,7 +75,6 @@ class Case:
 
     @property
     def is_fixed_length(self) -> bool:
-        """True if all samples have one shape."""
         return len(self.buckets) == 1
 
 
@@ -190,7 +189,6 @@ class Evaluation:
 
     @property
     def label(self) -> str:
-        """Name in tables."""
         return self.case.label
 
     @property

@@ -18,17 +18,10 @@ from typing import Any
 
 from megapack import __version__
 from megapack.compare import charts
+from megapack.compare import evaluation as rules
 from megapack.compare.comparison import Comparison
 from megapack.compare.cost import NUM_STEPS
-from megapack.compare.evaluation import (
-    COLUMNS,
-    MAX_DROPPED,
-    MAX_EXTRA_TRUNCATION,
-    SAME_TIME,
-    Evaluation,
-    duration,
-    money,
-)
+from megapack.compare.evaluation import COLUMNS, Evaluation, duration, money
 from megapack.units import count, percent, short
 
 TEMPLATES = Path(__file__).with_name("templates")
@@ -109,9 +102,9 @@ def comparison_page(comparison: Comparison) -> str:
         num_steps=NUM_STEPS,
         **_calculation(comparison, best),
         gpus=gpus,
-        max_dropped=percent(MAX_DROPPED, None),
-        max_extra=percent(MAX_EXTRA_TRUNCATION, None),
-        same_time=percent(SAME_TIME, None),
+        max_dropped=percent(rules.MAX_DROPPED, None),
+        max_extra=percent(rules.MAX_EXTRA_TRUNCATION, None),
+        same_time=percent(rules.SAME_TIME, None),
         fewer_joined="fewer documents per sample, then " if run.attention == "sample" else "",
         version=__version__,
         seed=comparison.seed,

@@ -3,15 +3,13 @@
 - ``plan_arrangement``, ``arrange``: write the shards of an arranged source and its manifest
 - ``SourceReader``: reads samples as documents, with the columns of their tokens
 
-The samples of every bucket are put in one random order, which the n shards split evenly: shard s
-gets the s-th part of every bucket. In a shard every segment is a document, so a run that draws the
-samples in this order reads every bucket sequentially. If a segment ends inside its document, the
-next token is stored, too: it is the label of the segment's last token. Columns are copied with
-their tokens, so a sample is the same as in the source. But the numbers of documents and samples
-change, and a segment loses its position in the document, so ``positions: document`` is refused.
-
-A shard is a function of source, seed and number of shards, and is either complete or absent. So a
-build can resume on any number of processes and machines.
+The samples of every bucket are put in one random order, which the n shards split evenly. In a shard
+every segment is a document, so a run that draws the samples in this order reads every bucket
+sequentially. If a segment ends inside its document, the next token is stored, too: it is the label
+of the segment's last token. Columns are copied with their tokens, so a sample is the same as in the
+source. But the numbers of documents and samples change, and a segment loses its position in the
+document, so ``positions: document`` is refused. A shard is a function of source, seed and number of
+shards, and is either complete or absent: a build can resume on any number of machines.
 
 Two buckets of 4 and 2 samples in two shards, the random orders 2 0 3 1 and 1 0:
 
@@ -66,20 +64,13 @@ Ids = NDArray[np.int64]
 class Pieces(NamedTuple):
     """Documents cut from samples."""
 
-    offsets: Ids
-    """(documents + 1,), tokens."""
-    lengths: Ids
-    """(documents,) tokens of the sample, without the additional next token."""
-    counts: Ids
-    """(samples,) documents per sample."""
+    offsets: Ids  # (documents + 1,), tokens
+    lengths: Ids  # (documents,) tokens of the sample, without the next token
+    counts: Ids  # (samples,) documents per sample
 
 
 class SourceReader:
-    """Reads samples of a source with the columns of their tokens.
-
-    Attributes:
-        data: the source.
-    """
+    """Reads samples of a source (``data``) with the columns of their tokens."""
 
     def __init__(self, source: ShardedIndex) -> None:
         self.data = PackedDataset(None, source)
@@ -87,8 +78,8 @@ class SourceReader:
         self._arrays: dict[int, dict[str, Any]] = {}
 
     def read(self, ids: Ids) -> tuple[Pieces, NDArray[Any], dict[str, NDArray[Any]]]:
-        """Return samples as documents, their tokens, and their rows of every column,
-        (tokens, ...)."""
+        """Return samples as documents, their tokens, and their rows of every column, (tokens,
+        ...)."""
         segments = self.data.segments(ids)
         lengths = segments.length + segments.continues
         pieces = Pieces(
@@ -164,7 +155,6 @@ class Arranger:
         source: shard manifest of the source.
         manifest: shard manifest of the result; the folder of its shards has the same name.
         arranged: description of the order.
-        num_shards: number of shards of the result.
         overwrite: replace shards that were made differently.
     """
 
@@ -176,12 +166,8 @@ class Arranger:
     threads: int = 1
 
     def build(self, index: int, report: Report) -> PackedShard:
-        """Write a shard, unless it is complete.
-
-        Raises:
-            ConfigError: a different shard exists, and ``overwrite`` is False.
-            IndexMismatchError, FormatError, OSError: as raised by ``PackedDataset``.
-        """
+        """Write a shard, unless it is complete. Raises ConfigError if a different shard exists and
+        ``overwrite`` is False, and the errors of ``PackedDataset``."""
         prefix = self.folder / f"{index:06d}"
         samples = Path(f"{prefix}.samples")
         recipe = {**vars(self.arranged), "shard": index, "num_shards": self.num_shards}
@@ -202,7 +188,6 @@ class Arranger:
 
     @property
     def folder(self) -> Path:
-        """Folder of the shards."""
         return self.manifest.with_name(self.manifest.name.removesuffix(".json"))
 
     def _row(self, prefix: Path, samples: Path, index: SampleIndex, report: Report) -> PackedShard:
@@ -304,15 +289,12 @@ def plan_arrangement(
     """Plan the work of ``arrange``.
 
     Args:
-        source: a shard manifest.
-        output: the shard manifest of the result.
-        seed: random seed of the order.
+        source, output: shard manifests of the source and of the result.
         shard_bytes: approximate size of a shard's tokens and columns.
         overwrite: replace an existing source that was made differently.
 
-    Raises:
-        ConfigError: a name or a size is invalid; the output is another source.
-        FormatError, OSError: a manifest is damaged or cannot be read.
+    Raises ConfigError if a name or a size is invalid or the output is another source, FormatError
+    or OSError for a manifest that is damaged or cannot be read.
     """
     path = Path(output)
     if not path.name.endswith(SUFFIX) or path.resolve() == Path(source).resolve():
@@ -320,23 +302,15 @@ def plan_arrangement(
     if shard_bytes < 1:
         raise ConfigError(f"--bytes-per-shard is {shard_bytes}; it must be at least 1 byte")
     index = load_shards(source)
-    num_bytes = sum(
-        shard.num_tokens
-        * (
-            np.dtype(shard.dtype).itemsize
-            + sum(column.spec.row_bytes for column in shard.columns.values())
-        )
-        for shard in index.shards
-    )
+    num_bytes = 0
+    for shard in index.shards:
+        row_bytes = sum(column.spec.row_bytes for column in shard.columns.values())
+        num_bytes += shard.num_tokens * (np.dtype(shard.dtype).itemsize + row_bytes)
+    sizes = {"block_tokens": BLOCK_TOKENS, "window_blocks": WINDOW_BLOCKS}
     arranger = Arranger(
         source=index,
         manifest=path,
-        arranged=Arranged(
-            source=index.fingerprint,
-            seed=seed,
-            block_tokens=BLOCK_TOKENS,
-            window_blocks=WINDOW_BLOCKS,
-        ),
+        arranged=Arranged(source=index.fingerprint, seed=seed, **sizes),
         num_shards=max(1, -(-num_bytes // shard_bytes)),
         overwrite=overwrite,
     )
@@ -352,21 +326,11 @@ def plan_arrangement(
 
 
 def arrange(
-    arranger: Arranger,
-    report: Report,
-    *,
-    part: tuple[int, int] | None = None,
-    **how: Any,
+    arranger: Arranger, report: Report, *, part: tuple[int, int] | None = None, **how: Any
 ) -> list[PackedShard]:
-    """Write all missing shards, and the manifest.
-
-    Args:
-        part: (i, n): only the i-th of n parts of the shards, and no manifest.
-        how: arguments of ``run_shards``.
-
-    Raises:
-        ConfigError, MegapackError, OSError: see ``Arranger.build`` and ``run_shards``.
-    """
+    """Write all missing shards, and the manifest; with ``part`` (i, n), only the i-th of n parts of
+    the shards, and no manifest. Raises the errors of ``Arranger.build`` and ``run_shards``, whose
+    arguments ``how`` are."""
     i, n = part or (0, 1)
     if not 0 <= i < n:
         raise ConfigError(f"part {i}/{n}: parts are counted from 0 to {n - 1}")

@@ -238,10 +238,7 @@ class Stage:
 
     def window_after(self, before: Window | None, begin: int) -> Window | None:
         """Return the attention window from the stage's first step on; ``before``: previous window.
-
-        Raises:
-            ConfigError: the window would have to grow from no window.
-        """
+        Raises ConfigError if it would have to grow from no window."""
         if self.attention_window is None:
             return before
         if not self.window_steps:
@@ -254,7 +251,6 @@ class Stage:
         return Window(self.attention_window, before.at(begin), begin, self.window_steps)
 
     def relative_to(self, folder: Path) -> Stage:
-        """Return the stage with paths relative to the manifest's folder."""
         if self.exclude is None:
             return self
         files = {name: str(folder / path) for name, path in self.exclude.items()}
@@ -313,7 +309,6 @@ class BlendConfig:
 
     @property
     def limits(self) -> list[float | None]:
-        """``max_epochs`` of every source."""
         return [self.max_epochs if s.max_epochs is None else s.max_epochs for s in self.sources]
 
     @property
@@ -391,11 +386,8 @@ class Mixture:
     """Columns that batches carry, see ``BlendConfig``."""
 
     def of(self, names: Sequence[str]) -> Mixture:
-        """Return the mixture with one value per source; use ``names`` if it has no names.
-
-        Raises:
-            ConfigError: numbers of values and sources differ, or a limit is not above 0.
-        """
+        """Return the mixture with one value per source; use ``names`` if it has no names. Raises
+        ConfigError if numbers of values and sources differ, or a limit is not above 0."""
         none, limits = [None] * len(names), self.max_epochs
         columns: dict[str, Sequence[Any]] = {
             "names": self.names or names,
@@ -463,7 +455,6 @@ class Mixture:
 
     @property
     def largest_fim_rates(self) -> list[float]:
-        """Largest rate of every source over all stages."""
         first = zip(self.names or (), self.fim_rates or (), strict=True)
         later = [stage.fim_rates or {} for stage in self.stages]
         return [max([rate or 0.0, *(r.get(name, 0.0) for r in later)]) for name, rate in first]

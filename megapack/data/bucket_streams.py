@@ -3,7 +3,6 @@
 - ``BucketStream``: all samples of one capacity as an endless sequence, blended from the sources.
 - ``FiniteStream``: every sample once, source after source, for evaluation.
 - ``CostWindows``: draws with samples of similar cost.
-- ``bucket_streams``: streams of all capacities, by the weights of the sources.
 
 A stream draws from its sources by exact weights (``_core.Blend``): of its first n samples, each
 source provides n times its weight, within 1.69, for any number of sources and every n up to 2^53
@@ -60,8 +59,6 @@ class CostWindows(NamedTuple):
     windows.
 
     Attributes:
-        num_draws: draws of a window.
-        samples_per_draw: samples of the bucket in a draw.
         key: random key of the ranks of the draws.
         cost: global ids of samples of the bucket -> the cost of each.
         moves: returns the remaining moves of windows of earlier stages.
@@ -75,7 +72,6 @@ class CostWindows(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Samples in a window."""
         return self.num_draws * self.samples_per_draw
 
 
@@ -101,10 +97,8 @@ class _Range(NamedTuple):
     which: NDArray[np.int32]
     begins: Ids
     counts: Ids
-    positions: NDArray[np.int32]
-    """Position of every sample in the range."""
-    samples: Ids
-    """Global id of every sample, in the order of ``positions``."""
+    positions: NDArray[np.int32]  # position of every sample in the range
+    samples: Ids  # global id of every sample, in the order of ``positions``
 
     def by_position(self) -> Ids:
         """Return the global ids in the order of the stream."""
@@ -117,12 +111,11 @@ class BucketStream:
     """All samples of one capacity, as an endless sequence. Sources are numbered within the bucket.
 
     Attributes:
-        capacity: tokens per sample.
         sources: (D,) int64, numbers of the sources with samples of this capacity.
         first_sample, sizes: (D,) int64, first global id and number of samples of each source.
         starts: (D,) int64, cursor of each source at the start of this stream.
         blend: sequence of the sources, by the exact weights.
-        samples_per_epoch: samples that the schedule counts as one epoch of this bucket. With one
+        samples_per_epoch: samples that the schedule counts as one epoch of this bucket: with one
             source, its samples; with several, a share of the blend's tokens.
     """
 
@@ -147,7 +140,6 @@ class BucketStream:
 
     @property
     def num_samples(self) -> int:
-        """Number of distinct samples of this capacity."""
         return int(self.sizes.sum())
 
     def ids(self, begin: int, end: int) -> Ids:
@@ -161,10 +153,8 @@ class BucketStream:
         return ids[begin - first * size : end - first * size]
 
     def epochs(self, begin: int, end: int) -> Ids:
-        """Return the epoch of each of the ``ids`` within its source.
-
-        Cost windows do not matter: they move samples within an epoch.
-        """
+        """Return the epoch of each of the ``ids`` within its source; cost windows do not
+        change it."""
         which, first, counts, positions = self.blend.range(begin, end)
         epochs = np.empty(end - begin, np.int64)
         epochs[positions] = _epochs(which, self.starts[which] + first, counts, self.sizes)
@@ -199,10 +189,8 @@ class BucketStream:
         return result
 
     def latest(self, i: int, samples: Ids, end: int) -> int:
-        """Return the last position before ``end`` that has one of ``samples`` of source ``i``.
-
-        Samples are numbered within the source; one of them must have been drawn.
-        """
+        """Return the last position before ``end`` that has one of ``samples`` of source ``i``,
+        numbered within the source; one of them must have been drawn."""
         cursor = self.cursor(i, end)
         last = int(self.order_at(i, end).last(cursor, samples).max())
         if self._windows is not None:  # all windows before the one that contains ``end`` are whole
@@ -248,7 +236,6 @@ class BucketStream:
 
     @cached_property
     def _moves(self) -> dict[int, Move]:
-        """Moves of earlier stages, by source."""
         if self._windows is None:
             return {}
         moves = self._windows.moves()
@@ -433,11 +420,8 @@ def _exact_weights(weights: Sequence[float | None], tokens: Sequence[int]) -> li
 
 
 def whole_weights(weights: Sequence[float]) -> list[int]:
-    """Return integers in the exact proportions of the weights, one per index.
-
-    Raises:
-        ConfigError: a weight is negative or not finite.
-    """
+    """Return integers in the exact proportions of the weights. Raises ConfigError if a weight is
+    negative or not finite."""
     for d, weight in enumerate(weights):
         if not (math.isfinite(weight) and weight >= 0):
             raise ConfigError(f"weight of index {d} is {weight}; it must be finite and at least 0")
@@ -447,11 +431,7 @@ def whole_weights(weights: Sequence[float]) -> list[int]:
 
 
 def whole_shares(parts: Sequence[int]) -> NDArray[np.int64]:
-    """Return integers with sum 2^62, each less than 1 from its exact share (largest remainders).
-
-    Args:
-        parts: at least 0, in any unit.
-    """
+    """Return integers with sum 2^62, each less than 1 from its exact share (largest remainders)."""
     total = sum(parts)
     divided = [divmod(part << _SHARE_BITS, total) for part in parts]
     shares = np.array([share for share, _ in divided], np.int64)

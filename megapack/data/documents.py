@@ -1,9 +1,7 @@
 """Documents of sources, on disk or in an object store, opened on first use.
 
-- ``SourceDocuments``: one source, a list of shards.
+- ``SourceDocuments``: one source, a list of shards; ``open_source`` and ``open_sources`` open it.
 - ``carried_columns``: the columns that batches carry.
-- ``open_sources``: opens documents and samples of every source for ``PackedDataset``.
-- ``end_tokens``: the tokens that end documents.
 - ``RemoteReads``: prefetches the parts of object stores that a gather reads, and checks them.
 
     source = open_source("docs", SampleIndex.load("docs.samples"))
@@ -52,20 +50,15 @@ class SourceDocuments(abc.ABC):
     ``DatasetDocuments`` has one shard, ``ShardedDocuments`` has the shards of a manifest.
     """
 
-    prefix: str
-    """Name of the source in messages: the dataset's prefix or the manifest's path."""
-    dtype: np.dtype[Any]
-    """Token dtype, the widest of all shards."""
-    vocab_size: int | None
-    """Number of token ids of the tokenizer; None if unknown."""
+    prefix: str  # of the dataset, or path of the manifest, for messages
+    dtype: np.dtype[Any]  # token dtype, the widest of all shards
+    vocab_size: int | None  # token ids of the tokenizer; None if unknown
     meta: dict[str, Any] | None
     """``max_token_id``, ``document_end_token`` and other facts; None if a meta file is missing."""
     num_documents: int
     num_tokens: int
-    is_remote: bool
-    """True if some shard is in an object store."""
-    ignored: Collection[str]
-    """Names of columns that are not used, such as ``labels``."""
+    is_remote: bool  # some shard is in an object store
+    ignored: Collection[str]  # names of columns that are not used, such as ``labels``
     columns: list[tuple[str, Mapping[str, PackedColumn]]]
     """Prefix and columns of every shard, without ignored ones."""
     num_shards: int = 1
@@ -91,48 +84,30 @@ class SourceDocuments(abc.ABC):
 
     @abc.abstractmethod
     def open(self, number: int) -> IndexedDataset:
-        """Return one shard, mapped.
-
-        Raises:
-            IndexMismatchError: it does not have the documents that were packed.
-            FormatError, OSError: a file is damaged or missing.
-        """
+        """Return one shard, mapped. Raises IndexMismatchError if it does not have the documents
+        that were packed, FormatError or OSError if a file is damaged or missing."""
 
     def open_columns(self, shard: IndexedDataset, names: Iterable[str]) -> dict[str, Column]:
-        """Return the columns of an open shard that are in ``names`` and are not ignored.
-
-        Raises the errors of ``IndexedDataset.columns``.
-        """
+        """Return the columns of an open shard that are in ``names`` and are not ignored. Raises the
+        errors of ``IndexedDataset.columns``."""
         existing = [name for name in names if name in _used_columns(shard, self.ignored)]
         columns = shard.columns if existing else {}
         return {name: columns[name] for name in existing}
 
     def document_tokens(self, fact: str) -> set[Any]:
-        """Return the tokens that the meta files name as ``fact``, one of ``BOUNDARY_TOKENS``.
-
-        None stands for a meta file without this fact, "unknown" for a missing meta file.
-        """
+        """Return the tokens that the meta files name as ``fact``, one of ``BOUNDARY_TOKENS``; None:
+        a meta file does not have it; "unknown": there is no meta file."""
         return {"unknown" if self.meta is None else self.meta.get(fact)}
 
     @abc.abstractmethod
     def largest_token_id(self, at_least: int) -> tuple[str, int]:
-        """Return the dataset with the largest id of tokens and labels, and this id.
-
-        May skip files whose dtype cannot store ids of ``at_least`` or more.
-        """
+        """Return the dataset with the largest id of tokens and labels, and this id. May skip files
+        whose dtype cannot store ids of ``at_least`` or more."""
 
 
 class DatasetDocuments(SourceDocuments):
-    """Documents of one dataset.
-
-    Args:
-        dataset: the documents.
-        ignored: names of columns that are not used.
-
-    Raises:
-        ConfigError: labels or loss weights of an earlier version exist (``check_converted``).
-        FormatError: the meta file is damaged.
-    """
+    """Documents of one dataset. Raises ConfigError if labels or loss weights of an earlier version
+    exist, FormatError if the meta file is damaged."""
 
     def __init__(self, dataset: IndexedDataset, ignored: Collection[str] = ()) -> None:
         self.dataset, self.ignored = dataset, ignored
@@ -190,12 +165,7 @@ Index: TypeAlias = "SourceIndex | str | os.PathLike[str]"
 
 
 class ShardedDocuments(SourceDocuments):
-    """Documents of a shard manifest; ``open`` maps one shard.
-
-    Args:
-        index: samples of the shards.
-        ignored: names of columns that are not used.
-    """
+    """Documents of a shard manifest; ``open`` maps one shard."""
 
     def __init__(self, index: ShardedIndex, ignored: Collection[str] = ()) -> None:
         self.index, self.ignored = index, ignored
@@ -235,10 +205,6 @@ class ShardedDocuments(SourceDocuments):
         return {"max_token_id": max(largest), "document_end_token": end}
 
     def metadata(self) -> dict[str, Any]:
-        """Return the metadata that all shards share.
-
-        Opens every shard. Raises the errors of ``open``.
-        """
         return common_metadata([self.open(number).meta for number in range(self.num_shards)])
 
     def document_tokens(self, fact: str) -> set[Any]:
@@ -287,10 +253,7 @@ def open_sources(
     *,
     positions: str,
 ) -> tuple[list[SourceDocuments], list[SourceIndex]]:
-    """Open documents and samples of one or several sources.
-
-    Arguments and errors are those of ``PackedDataset``.
-    """
+    """Open documents and samples of one or several sources, as ``PackedDataset`` describes."""
     each_documents = _as_list(documents)
     loaded: list[SourceIndex] = [
         load_index(item) if isinstance(item, str | os.PathLike) else item
@@ -337,14 +300,9 @@ def carried_columns(
 ) -> dict[str, ColumnSpec]:
     """Return the types of the columns that batches carry, in alphabetical order.
 
-    Args:
-        columns: names; or name -> what to do with a source without the column: ``require`` refuses
-            it, ``fill`` gives its tokens the fill value. A name in a list is required.
-        sources: sources of the run.
-
-    Raises:
-        ConfigError: a required column is missing, no source has a column, or sources disagree on
-            its type.
+    ``columns`` are names; or name -> what to do with a source without the column: ``require`` (as
+    in a list) refuses it, ``fill`` gives its tokens the fill value. Raises ConfigError if a
+    required column is missing, no source has a column, or sources disagree on its type.
     """
     if not columns:
         return {}
@@ -385,10 +343,8 @@ def carried_columns(
 
 
 def end_tokens(datasets: Iterable[SourceDocuments]) -> dict[int | None, str]:
-    """Return the end-of-document tokens in meta files, each with a dataset that names it.
-
-    The key None stands for datasets without this information.
-    """
+    """Return the end-of-document tokens in meta files, each with a dataset that names it. The key
+    None stands for datasets without this information."""
     tokens: dict[int | None, str] = {}
     for dataset in datasets:
         tokens.setdefault((dataset.meta or {}).get("document_end_token"), dataset.prefix)
@@ -426,10 +382,8 @@ def open_source(
         samples: samples packed from these documents; None if they are not packed yet.
         ignored: names of columns that are not used.
 
-    Raises:
-        ConfigError: documents are given for a shard manifest, or are missing for any other index;
-            labels or loss weights are not converted to columns (``check_converted``).
-        IndexMismatchError, FormatError, OSError: see ``PackedDataset``.
+    Raises ConfigError if documents are given for a shard manifest, or missing for any other index,
+    and the errors of ``PackedDataset``.
     """
     if isinstance(documents, SourceDocuments):
         return documents
@@ -453,13 +407,8 @@ _CACHE_PART = 16  # a prefetch uses 1 / 16 of the cache: all processes of a node
 
 
 class RemoteReads:
-    """Prefetches and checks the remote tokens and columns that a gatherer reads.
-
-    Args:
-        gatherer: maps samples to ranges of tokens.
-        open_for: opens the shards of samples.
-        expected: True if shards that are not open yet may be remote.
-    """
+    """Prefetches and checks the remote tokens and columns that a gatherer reads. ``open_for`` opens
+    the shards of samples; ``expected``: shards that are not open yet may be remote."""
 
     def __init__(
         self, gatherer: _core.Gatherer, open_for: Callable[[Ids], None], *, expected: bool
@@ -480,20 +429,16 @@ class RemoteReads:
 
     @property
     def num_open(self) -> int:
-        """Number of open remote shards."""
         return len(self._rows)
 
     @property
     def ahead_bytes(self) -> int:
-        """Bytes to prefetch for later micro batches."""
         limit = open_cache().limit
         return AHEAD_BYTES if limit is None else min(AHEAD_BYTES, limit // _CACHE_PART)
 
     def prefetch(self, sample_ids: Ids) -> int:
-        """Fetch the blocks that a gather of samples reads, in the background.
-
-        Returns the number of bytes. Raises the errors of the gather.
-        """
+        """Fetch the blocks that a gather of samples reads, in the background; return the number of
+        bytes."""
         self._open_for(sample_ids)
         num_bytes = 0
         for rows, blocks in self._blocks(sample_ids):
@@ -506,11 +451,8 @@ class RemoteReads:
         return all(rows.are_here(blocks) for rows, blocks in self._blocks(sample_ids))
 
     def read(self, sample_ids: Ids, gather: Callable[[], T]) -> T:
-        """Wait until all data of the samples is local; return ``gather()``.
-
-        Raises:
-            FormatError, ConfigError, OSError: a fetch fails (see ``RemoteObject.read``).
-        """
+        """Wait until all data of the samples is local; return ``gather()``. Raises the errors of
+        fetches (see ``RemoteObject.read``)."""
         return read_consistently(self._blocks(sample_ids), gather) if self._rows else gather()
 
     def _blocks(self, sample_ids: Ids) -> list[tuple[RemoteRows, Ids]]:

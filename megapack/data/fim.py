@@ -1,9 +1,7 @@
 """Fill-in-the-middle (FIM): documents whose middle is moved to the end.
 
-- ``FimConfig``, ``Sentinels``: the section ``fim:`` of a manifest.
-- ``Fim``: the settings with token ids, for the gather; ``restore`` undoes a transformation.
-- ``open_fim``: configuration -> ``Fim``. ``check_fim``: checks the sources of a run.
-- ``FimDraw``: random choices for one document.
+``FimConfig`` is the section ``fim:`` of a manifest; ``open_fim`` makes ``Fim``, the settings with
+token ids, whose ``restore`` undoes a transformation; ``check_fim`` checks the sources of a run.
 
     fim: {rate: 0.5, sentinels: {prefix: <|fim_prefix|>, suffix: <|fim_suffix|>,
           middle: <|fim_middle|>}, tokenizer: tokenizer.json}
@@ -15,9 +13,8 @@ A document of the body a b c d e f and its end-of-document token, cut at 2 and 5
 
 (Bavarian et al. 2022, arXiv 2207.14255, section 3 and appendix D; Megatron's GPTFIMDataset). The
 choice of documents, PSM or SPM, and the cuts are a pure function of the run's seed, the epoch of
-the document's sample, and the document. The gather (``csrc/core/gather``) transforms them, so FIM
-works with every host. Only whole documents are transformed, and only if the index has room for the
-sentinels (``pack --fim-room``).
+the document's sample, and the document. The gather (``csrc/core/gather``) transforms only whole
+documents, and only if the index has room for the sentinels (``pack --fim-room``).
 """
 
 from __future__ import annotations
@@ -106,20 +103,21 @@ Tables = tuple[Ids, Ids, Ids, Ids]
 
 
 class FimDraw(NamedTuple):
-    """Random choices for one transformed document."""
+    """Random choices for one transformed document.
+
+    Attributes:
+        sample: position of its sample in the query.
+        segment: segment of the sample; masked documents do not count.
+        document: number of the document in its source.
+        first, second: tokens, or characters, of the body before the middle, and before the suffix.
+    """
 
     sample: int
-    """Position of its sample in the query."""
     segment: int
-    """Segment of the sample; masked documents do not count."""
     document: int
-    """Number of the document in its source."""
-    spm: bool
-    """True for SPM, False for PSM."""
+    spm: bool  # SPM, not PSM
     first: int
-    """Tokens, or characters, of the body before the middle."""
     second: int
-    """Tokens, or characters, of the body before the suffix."""
 
     def __str__(self) -> str:
         return f"{'SPM' if self.spm else 'PSM'}, cut at {self.first:,} and {self.second:,}"
@@ -141,7 +139,6 @@ class Fim:
 
     @property
     def sentinels(self) -> list[int]:
-        """Ids of the sentinels in use."""
         return [t for t in (self.prefix, self.suffix, self.middle, self.end) if t >= 0]
 
     @cached_property
@@ -155,12 +152,10 @@ class Fim:
 
     @cached_property
     def largest_id(self) -> int:
-        """Largest token id that fill-in-the-middle writes."""
         parts = () if self.tables is None else self.tables[3]
         return max(*self.sentinels, int(np.max(parts, initial=0)))
 
     def core(self) -> _core.Fim:
-        """Return the argument of ``_core.Gatherer``."""
         return _core.Fim(**self._scalars(), tables=self.tables)
 
     def identity(self) -> dict[str, Any]:
@@ -197,16 +192,12 @@ class Fim:
 
 
 def open_fim(config: FimConfig, datasets: Sequence[SourceDocuments]) -> Fim:
-    """Return the settings with token ids.
+    """Return the settings with token ids; the metadata of ``datasets`` may name the token that ends
+    documents.
 
-    Args:
-        config: settings of the run.
-        datasets: documents of the sources, whose metadata may name the token that ends them.
-
-    Raises:
-        ConfigError: a sentinel is not a token or equals another one, the token that ends documents
-            is unknown, or the tokenizer does not expose the bytes of its tokens.
-        FormatError, OSError: the tokenizer cannot be read.
+    Raises ConfigError if a sentinel is not a token or equals another one, the token that ends
+    documents is unknown, or the tokenizer does not expose the bytes of its tokens; FormatError or
+    OSError if the tokenizer cannot be read.
     """
     files = None
     if config.tokenizer is not None:
@@ -337,19 +328,9 @@ def character_tables(texts: Sequence[bytes | None]) -> Tables:
 # ---- Checks of the sources -----------------------------------------------------------------------
 
 
-def check_fim(
-    fim: Fim,
-    sources: Iterable[tuple[str, float, SourceDocuments, SourceIndex]],
-) -> None:
-    """Check that fill-in-the-middle can transform the sources.
-
-    Args:
-        fim: settings of the run.
-        sources: name, largest rate of any stage, documents and samples of every source.
-
-    Raises:
-        ConfigError: a source has chosen labels, is arranged, or has no room for sentinels.
-    """
+def check_fim(fim: Fim, sources: Iterable[tuple[str, float, SourceDocuments, SourceIndex]]) -> None:
+    """Raise ConfigError if a source has chosen labels, is arranged, or has no room for sentinels.
+    ``sources``: name, largest rate of any stage, documents and samples of every source."""
     for name, rate, dataset, index in sources:
         if not rate:
             continue

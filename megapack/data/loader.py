@@ -45,10 +45,8 @@ T = TypeVar("T")
 
 class ThreadPrefetcher(Iterator[T]):
     """Iterator over an iterable that runs in a thread, which holds ``depth`` items and makes one.
-
-    An exception of the iterable is raised in place of its item. ``close`` stops the thread and
-    joins it; the iterator calls it at the end and on an exception.
-    """
+    An exception of the iterable is raised in place of its item. ``close`` joins the thread; the
+    iterator calls it at the end and on an exception."""
 
     # No __del__: the garbage collector may run in the very thread that close() joins.
     _interpreter_ends = staticmethod(sys.is_finalizing)  # ``sys`` may be gone by then
@@ -78,9 +76,7 @@ class ThreadPrefetcher(Iterator[T]):
 
 def to_device(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
     """Yield batches with their tensors on ``device``, copied one batch ahead on a separate stream.
-
-    On the CPU, batches are unchanged. Without pinned memory the copies are synchronous.
-    """
+    On the CPU, batches are unchanged. Without pinned memory the copies are synchronous."""
     if device.type != "cuda":
         yield from batches
         return
@@ -123,11 +119,9 @@ _LEAST_BYTES = 1 << 14  # counted per micro batch, also if it needs nothing remo
 def prefetch_remote(
     micro_batches: Iterable[MicroBatch], reads: RemoteReads
 ) -> Iterator[MicroBatch]:
-    """Yield micro batches; meanwhile fetch the bytes of later ones from the object store.
-
-    A request takes tens of milliseconds regardless of its size. So up to ``reads.ahead_bytes`` are
-    local or in flight, and neighboring ranges of several micro batches become one request.
-    """
+    """Yield micro batches; meanwhile fetch the bytes of later ones from the object store. A request
+    takes tens of milliseconds regardless of its size. So up to ``reads.ahead_bytes`` are local or
+    in flight, and neighboring ranges of several micro batches become one request."""
     upcoming = iter(micro_batches)
     requested: deque[tuple[MicroBatch, float]] = deque()  # micro batch, bytes it needs
     # Request in portions, so that the connection is never idle between two requests.
@@ -172,8 +166,8 @@ def prefetch_local(
     """Yield micro batches; before each, ask the system to read the documents of the next ``depth``,
     or of fewer if they have more than 256 MiB (wide columns).
 
-    The caller gathers each micro batch in the iterating thread before it takes the next one: the
-    disk reads of the gather decide whether later documents need to be requested.
+    The caller gathers each micro batch in the iterating thread before it takes the next one: its
+    disk reads decide whether later documents need to be requested.
     """
     # By default Linux reads 128 KiB or more around every missing page.
     dataset.disable_readahead()
@@ -209,11 +203,8 @@ def _num_reads() -> int:
 
 
 def read_indices(dataset: PackedDataset) -> Iterator[None]:
-    """Ask the system to read the indices of all open shards in order, one chunk per ``next``.
-
-    A step looks up thousands of segments at random, on a cold disk one read each. Reading the whole
-    index in order costs less than a few such steps.
-    """
+    """Ask the system to read the indices of all open shards in order, one chunk per ``next``: on a
+    cold disk, a step's random lookups of segments cost thousands of reads."""
     shards = dataset.samples.shards
     for shard in filter(shards.is_open, range(len(shards))):
         documents = dataset.documents(shard)
@@ -291,23 +282,15 @@ def build_loader(
             f"the schedule has index {', '.join(scheduled.fingerprints)} and the dataset "
             f"has {', '.join(available.fingerprints)}; make the schedule from the dataset"
         )
-    check_range(
-        "loader",
-        at_least=0,
-        check_ranks_every=check_ranks_every,
-        prefetch=prefetch,
-        read_ahead=read_ahead,
-    )
+    counts = {"check_ranks_every": check_ranks_every, "prefetch": prefetch}
+    check_range("loader", at_least=0, **counts, read_ahead=read_ahead)
     if reuse_buffers and device is not None:
         raise ConfigError(
             "reuse_buffers overwrites memory that the copy to the device may still read: leave out "
             "reuse_buffers or device"
         )
     sampler = BucketBatchSampler(
-        schedule,
-        micro_batch_tokens=micro_batch_tokens,
-        samples=dataset.samples,
-        **sampler_options,
+        schedule, micro_batch_tokens=micro_batch_tokens, samples=dataset.samples, **sampler_options
     )
     if sampler.sequence_parallel_size > 1 and (layout != "stream" or reuse_buffers):
         raise ConfigError(
@@ -352,8 +335,7 @@ class PackedLoader:
 
     dataset: PackedDataset
     sampler: BucketBatchSampler
-    layouts: Mapping[int, BatchLayout]
-    """By capacity."""
+    layouts: Mapping[int, BatchLayout]  # by capacity
     prefetch: int
     read_ahead: int
     pin_memory: bool
@@ -366,7 +348,6 @@ class PackedLoader:
         return self.sampler.schedule
 
     def __len__(self) -> int:
-        """Return the number of micro batches of this rank."""
         return len(self.sampler)
 
     def state_dict(self, step: int) -> dict[str, Any]:
@@ -420,27 +401,12 @@ class PackedLoader:
 
 
 class RankChecker:
-    """Comparison of the ranks of a torch.distributed group.
+    """Comparison of the ranks of the default process group: every ``every`` steps, and before the
+    first, they exchange a few integers that describe their next step. A rank with another seed,
+    file or step would silently train on other batches."""
 
-    A rank with another seed, file or step would silently train on other batches. Every ``every``
-    steps the ranks exchange a few integers that describe their next step.
-
-    Args:
-        sampler: sampler of this rank.
-        every: steps between comparisons; the first step is always compared.
-        group: process group; None: the default one.
-    """
-
-    def __init__(
-        self,
-        sampler: BucketBatchSampler,
-        *,
-        every: int = 100,
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
-        self._sampler = sampler
-        self._every = every
-        self._group = group
+    def __init__(self, sampler: BucketBatchSampler, *, every: int = 100) -> None:
+        self._sampler, self._every = sampler, every
         self._calls = 0
         self._fixed: dict[str, Any] = {
             "check_ranks_every": every,
@@ -451,11 +417,8 @@ class RankChecker:
         }
 
     def check(self, step: int) -> None:
-        """Compare the ranks before ``step``; all ranks of the group call it equally often.
-
-        Raises:
-            RankMismatchError: on every rank, naming the ranks and the fields that differ.
-        """
+        """Compare the ranks before ``step``; all ranks call it equally often. Raises
+        RankMismatchError on every rank, naming the ranks and the fields that differ."""
         # Count calls, not steps: ranks at different steps must still exchange at the same call.
         is_due = self._calls % self._every == 0
         self._calls += 1
@@ -469,7 +432,7 @@ class RankChecker:
             "bucket": content.bucket,
             "sample_ids": xxhash.xxh3_64_intdigest(content.sample_ids.tobytes()),
         }
-        table = _gather([_code(value) for value in fields.values()], self._group)
+        table = _gather([_code(value) for value in fields.values()])
         problems = [
             _describe(name, [row[i] for row in table])
             for i, name in enumerate(fields)
@@ -477,9 +440,8 @@ class RankChecker:
         ]
         if problems:
             raise RankMismatchError(
-                f"ranks disagree at step {step}: "
-                + "; ".join(problems)
-                + ". Start all ranks with the same files and configuration"
+                f"ranks disagree at step {step}: {'; '.join(problems)}. Start all ranks with the "
+                "same files and configuration"
             )
 
 
@@ -490,11 +452,11 @@ def _code(value: Any) -> int:
     return xxhash.xxh3_64_intdigest(repr(value).encode()) >> 2 | 1 << 61
 
 
-def _gather(codes: list[int], group: dist.ProcessGroup | None) -> list[list[int]]:
-    on_gpu = dist.get_backend(group) == "nccl"
+def _gather(codes: list[int]) -> list[list[int]]:
+    on_gpu = dist.get_backend() == "nccl"
     of_rank = torch.tensor(codes, dtype=torch.int64, device="cuda" if on_gpu else "cpu")
-    table = [torch.empty_like(of_rank) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(table, of_rank, group=group)
+    table = [torch.empty_like(of_rank) for _ in range(dist.get_world_size())]
+    dist.all_gather(table, of_rank)
     return [row.tolist() for row in table]
 
 

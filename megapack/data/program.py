@@ -46,11 +46,8 @@ T = TypeVar("T")
 
 
 def numbered(values: Mapping[str, T], names: Sequence[str], subject: str) -> dict[int, T]:
-    """Return values by number of the source instead of its name.
-
-    Raises ConfigError, with a message that begins with ``subject``, if a name is not that of
-    exactly one source.
-    """
+    """Return values by number of the source instead of its name. Raises ConfigError, with a message
+    that begins with ``subject``, if a name is not that of exactly one source."""
     if not values:
         return {}
     counts, numbers = Counter(names), {name: number for number, name in enumerate(names)}
@@ -80,11 +77,9 @@ def resolve(
     Args:
         config: settings from step 0 on.
         mixture: result of ``Mixture.of``.
-        tokens_per_epoch: samples x capacity of every source, for ``within_epochs``; used only with
-            ``mixture.run_tokens``.
+        tokens_per_epoch: samples x capacity of every source; used only with ``mixture.run_tokens``.
 
-    Raises:
-        ConfigError: names the stage, the problem and the remedy.
+    Raises ConfigError, which names the stage, the problem and the remedy.
     """
     decided_weights: dict[int, Stage] = {}  # by first step
 
@@ -129,12 +124,8 @@ def _stage_at(program: Program, step: int) -> StageSettings:
 
 
 def _skip(former: Program, base: Program, begin: int, count: int) -> Program:
-    """Return the program that continues at step ``begin`` where ``former`` is at ``begin + count``.
-
-    Args:
-        former: the run before this skip.
-        base: settings of every step from now on; they skip nothing.
-    """
+    """Return the program that continues at step ``begin`` where ``former``, the run before this
+    skip, is at ``begin + count``; ``base``: settings of every step from now on, without skips."""
     end = begin + count
     inside = (stage for stage in former if begin < stage.begin < end)
     skipped = (_stage_at(former, begin), *inside)
@@ -164,10 +155,7 @@ def _skips_of(stage: StageSettings) -> list[int]:
 
 def _with_settings(program: Program, before: Program, after: Program) -> Program:
     """Return the program with other settings from some step on; skips up to there do not change.
-
-    Args:
-        before, after: settings of every step, without skips.
-    """
+    ``before``, ``after``: settings of every step, without skips."""
     pairs = zip_longest(before, after)
     changes = [min(s.begin for s in pair if s) for pair in pairs if pair[0] != pair[1]]
     if not changes:
@@ -185,10 +173,8 @@ def _with_settings(program: Program, before: Program, after: Program) -> Program
 
 
 def skipped_pieces(stage: StageSettings) -> list[tuple[StageSettings, int]]:
-    """Return (settings, number of steps) of the pieces that a stage skips, in the order of draws.
-
-    Neighboring pieces with the same draws are merged.
-    """
+    """Return (settings, number of steps) of the pieces that a stage skips, in the order of draws;
+    neighboring pieces with the same draws are merged."""
     pieces: list[tuple[StageSettings, int]] = []
     parts = spans(stage.skipped, stage.begin + stage.skip_steps) if stage.skipped else ()
     for part, end in parts:
@@ -271,10 +257,8 @@ def _without_skips(
 def _next_stage(
     program: Program, written: deque[Stage], decided: deque[Stage]
 ) -> tuple[Stage, int]:
-    """Take the stage that begins first from its list; return it and its first step.
-
-    A decided and a written stage at the same step become one, with the decided weights.
-    """
+    """Take the stage that begins first from its list; return it and its first step. A decided and a
+    written stage at the same step become one, with the decided weights."""
     decided_begin = decided[0].from_step if decided else None
     if written:
         begin = written[0].from_step
@@ -325,8 +309,8 @@ def _changed(stage: Stage, before: ScheduleConfig) -> ScheduleConfig:
 def _pieces(
     program: Program, stage: Stage, begin: int, config: ScheduleConfig, names: Sequence[str]
 ) -> list[tuple[int, Weights]]:
-    """Return (first step, weights) of every piece of the stage's ramp, or of the stage if it has
-    none."""
+    """Return (first step, weights) of every piece of the stage's ramp, or of the stage
+    without one."""
     by_name = stage.weights or {}
     by_number = numbered(by_name, names, f"{stage} gives a weight to")
     _check_above_0(str(stage), "weight", by_name, "leave a source out to draw nothing from it")
@@ -355,13 +339,8 @@ def _pieces(
 def ramp_pieces(
     ramp: Ramp, begin: int, end: int, before: Sequence[float], after: Sequence[float]
 ) -> list[tuple[int, tuple[float, ...]]]:
-    """Return (first step, shares) of every piece in order, and (end, ``after``).
-
-    Args:
-        ramp: its shape and number of pieces; no piece is shorter than a step.
-        begin, end: steps [begin, end) of the run.
-        before, after: weights of every source, in any unit.
-    """
+    """Return (first step, shares) of every piece in order, and (end, ``after``). No piece is
+    shorter than a step; ``before``, ``after``: weights of every source, in any unit."""
     old, new = ([weight / math.fsum(w) for weight in w] for w in (before, after))
     count = min(ramp.pieces, end - begin)
     bounds = [(end - begin) * i // count for i in range(count + 1)]
@@ -457,23 +436,18 @@ def within_epochs(program: Program, mixture: Mixture, tokens_per_epoch: Sequence
 
     The weights of a stage decide the tokens of every source in the rest of ``run_tokens``. Sources
     that would exceed their limit get the tokens up to the limit; the others share the remainder by
-    their weights. With equal weights this is UniMax (Chung et al. 2023, arXiv 2304.09151,
-    Algorithm 1). Three sources of 100, 1,000 and 10,000 tokens with equal weights and a limit of 4,
-    in a run of 9,000:
+    their weights. With equal weights this is UniMax (Chung et al. 2023, arXiv 2304.09151, Algorithm
+    1). Three sources of 100, 1,000 and 10,000 tokens with equal weights and a limit of 4, in a run
+    of 9,000:
 
         tokens  400, 4,000, 4,600    # 3,000 each; then (9,000 - 400) / 2 = 4,300; then the rest
         epochs  4, 4, .46
 
     A stage is planned up to the end of the run, so that a stage appended later does not change
     steps already taken. If all sources of a stage are at their limits, their shares are their
-    remaining tokens, and ``check_epochs`` refuses a run in which the stage lasts longer.
-
-    Tokens are those of steps, with padding. Skipped steps do not count. With partly filled rows
+    remaining tokens, and ``check_epochs`` refuses a run in which the stage lasts longer. Tokens are
+    those of steps, with padding. Skipped steps do not count. With partly filled rows
     (``row_tokens``) sources stay below their limits by the unfilled part.
-
-    Args:
-        mixture: result of ``Mixture.of``.
-        tokens_per_epoch: samples x capacity of every source.
     """
     if mixture.run_tokens is None or not tokens_per_epoch:
         return program

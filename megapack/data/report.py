@@ -1,10 +1,8 @@
 """Reports on a run before it starts, computed from the cursors of its stages.
 
-- ``plan_run``: steps, buckets, shares and epochs of every source. ``check_epochs`` refuses a run
-  that repeats a source too often; ``often_repeated`` returns warnings.
-- ``times_drawn``, ``last_step``: number of draws of samples before a step, and the last one.
-- ``unseen_documents``: documents that a run has not seen yet in the current epoch of a source.
-- ``plan_exclusions``: effects of the lists of excluded documents.
+- ``plan_run``: steps, buckets, shares and epochs of every source; ``check_epochs`` refuses, and
+  ``often_repeated`` warns of, sources that are repeated too often.
+- ``unseen_documents``, ``plan_exclusions``: documents that a run has not seen, or masks.
 
     print(plan_run(schedule, 1000).table())
     # ->  weight       realised    epochs  repeated      samples  source
@@ -35,17 +33,8 @@ Ids = NDArray[np.int64]
 
 
 def times_drawn(stage: StageDraws, source: int, ids: Ids, step: int) -> Ids:
-    """Return how often each sample was drawn or skipped in the steps before ``step``.
-
-    Args:
-        stage: the stage that contains ``step`` or ends there.
-        source: number of the source of all samples.
-        ids: global ids, int64.
-        step: first step that does not count.
-
-    Returns:
-        int64, of the shape of ``ids``.
-    """
+    """Return how often each sample of a source was drawn or skipped in the steps before ``step``,
+    int64, of the shape of ``ids`` (global, int64). ``stage`` contains ``step`` or ends there."""
     times = np.zeros(len(ids), np.int64)
     for capacity, positions, samples in _by_bucket(stage, source, ids):
         epochs, cursor = stage.order_at(source, capacity, step)
@@ -54,10 +43,8 @@ def times_drawn(stage: StageDraws, source: int, ids: Ids, step: int) -> Ids:
 
 
 def last_step(stage: StageDraws, source: int, ids: Ids, step: int) -> int:
-    """Return the last step of a stage before ``step`` that draws one of the samples.
-
-    Arguments are those of ``times_drawn``; the stage must draw each sample before ``step``.
-    """
+    """Return the last step of a stage before ``step`` that draws one of the samples; it must draw
+    each."""
     return max(
         stage.last_step(source, capacity, samples, step)
         for capacity, _, samples in _by_bucket(stage, source, ids)
@@ -76,24 +63,15 @@ def _by_bucket(stage: StageDraws, source: int, ids: Ids) -> Iterator[tuple[int, 
 
 
 def unseen_documents(schedule: Schedule, source: int, step: int) -> tuple[Ids, int]:
-    """Return the documents of a source that the current epoch has not seen.
+    """Return the documents of a source that the current epoch has not seen, int64, ascending, and
+    the number c of complete epochs, before ``step``. Reads the index of the source.
 
-    A document was seen as many times as its least-drawn sample was drawn (or skipped) before
-    ``step``. If c is the minimum over all documents, c epochs are complete, and the documents seen
-    c times are unseen in the current one. Documents without a sample and documents masked at
-    ``step`` are left out.
+    A document was seen as many times as its least-drawn sample was drawn (or skipped). The minimum
+    over all documents is c, and the documents seen c times are unseen in the current epoch.
+    Documents without a sample and documents masked at ``step`` are left out.
 
     A source cannot change its packing (longer samples, other buckets) and keep its cursors, since
-    the new samples mix seen and unseen documents. To change the packing, pack the unseen documents
-    as a new source.
-
-    Args:
-        schedule: schedule of the run.
-        source: number of the source.
-        step: number of steps taken.
-
-    Returns:
-        Ids of the documents, ascending, int64; and c. Reads the index of the source.
+    the new samples mix seen and unseen documents: pack the unseen documents as a new source.
     """
     samples, stage = schedule.samples, schedule.stage_at(step)
     ids = np.arange(*samples.bases[source : source + 2], dtype=np.int64)
@@ -113,22 +91,14 @@ def unseen_documents(schedule: Schedule, source: int, step: int) -> tuple[Ids, i
 class ExclusionPlan:
     """Effect of a list of excluded documents on one source."""
 
-    source: str
-    """Name of the source."""
-    from_step: int
-    """First step at which the documents are masked."""
-    num_documents: int
-    """Documents that no earlier list contains."""
-    num_samples: int
-    """Samples with a piece of these documents."""
-    draws_before: int
-    """Draws of these samples before from_step."""
-    last_seen: int | None
-    """Step of the last such draw; None without one."""
-    draws_since: int
-    """Draws of these samples from from_step on."""
-    shown_since: int
-    """Draws among these that still show one of the documents."""
+    source: str  # name of the source
+    from_step: int  # first step at which the documents are masked
+    num_documents: int  # documents that no earlier list contains
+    num_samples: int  # samples with a piece of these documents
+    draws_before: int  # draws of these samples before from_step
+    last_seen: int | None  # step of the last such draw; None without one
+    draws_since: int  # draws of these samples from from_step on
+    shown_since: int  # those that still show one of the documents
 
 
 def plan_exclusions(schedule: Schedule, num_steps: int) -> list[ExclusionPlan]:
@@ -207,8 +177,7 @@ class SourceShare(NamedTuple):
     num_samples: int
     tokens: int
     epochs: float
-    repeated: float
-    """Share of its tokens that the run had seen before."""
+    repeated: float  # share of its tokens that the run had seen before
 
 
 @dataclass(frozen=True)
@@ -221,8 +190,7 @@ class StagePlan:
     tokens_per_step: int
     buckets: tuple[BucketShare, ...]
     ramping: bool = False
-    fim_rates: str = ""
-    """Rates of fill-in-the-middle per source; "" if there are none."""
+    fim_rates: str = ""  # fill-in-the-middle per source; "" if there is none
 
     def __str__(self) -> str:
         rows = [self.fim_rates] if self.fim_rates else []
@@ -246,8 +214,7 @@ class RunPlan:
     num_steps: int
     stages: tuple[StagePlan, ...]
     datasets: tuple[SourceShare, ...]
-    loss: str
-    """Kind of mean, and the sources with weights per token; "" for the plain mean."""
+    loss: str  # kind of mean, sources with weights per token; "" for the plain mean
 
     def __str__(self) -> str:
         lines = []
@@ -375,11 +342,7 @@ def _shares(schedule: Schedule, num_steps: int) -> tuple[SourceShare, ...]:
 
 
 def check_epochs(schedule: Schedule, num_steps: int) -> None:
-    """Check that a run repeats no source too often and has at most 2^53 tokens.
-
-    Raises:
-        ConfigError: names the source, its number of epochs, and the remedies.
-    """
+    """Raise ConfigError if a run repeats a source too often or has more than 2^53 tokens."""
     check_reach(schedule.program, "the run", num_steps, "take fewer steps")
     mixture = schedule.samples.mixture
     assert isinstance(mixture.max_epochs, Sequence)
@@ -403,11 +366,7 @@ def check_epochs(schedule: Schedule, num_steps: int) -> None:
 
 
 def check_labels(schedule: Schedule, num_steps: int) -> None:
-    """Check that some step of a run has a label; count up to the first one.
-
-    Raises:
-        ConfigError: every step has loss 0.
-    """
+    """Raise ConfigError if no step of a run has a label; counts up to the first one."""
     if num_steps and not any(schedule.step(i).num_label_tokens for i in range(num_steps)):
         raise ConfigError(
             f"no token of the run's {num_steps} steps has a label, so there is nothing to learn: "

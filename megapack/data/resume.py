@@ -5,14 +5,11 @@ every number of ranks, micro batch size and number of workers. A resume must ref
 steps already taken, but only report changes to later steps.
 
 - ``identity``, ``check_state``, ``resume_step``: everything that determines the order of samples.
-- ``content_digests``, ``model_record``, ``tokenizer_digest``, ``flatten``: parts of a record, flat
-  keys of everything else that determines a run. ``check_record`` compares two.
+- ``check_record``: a record, flat keys of everything else that determines a run.
 
     check_state({..., "seed": 8}, {..., "seed": 7, "step": 100})
     # -> ResumeError: this run would not see the samples the checkpoint's run would have seen: seed
     #    was 7 and is 8. Restore the former configuration, or set allow_change=(seed) ...
-    check_record({"model.hidden_act": "gelu"}, {"model.hidden_act": "silu"})
-    # -> ResumeError: ... model.hidden_act was 'silu' and is 'gelu'. Restore ...
 """
 
 from __future__ import annotations
@@ -86,10 +83,8 @@ _Difference = tuple[str, str]  # the field, and both values in words
 
 def identity(program: Program, samples: SampleSource) -> dict[str, Any]:
     """Return everything that decides the order of samples: numbers, names, fingerprints (JSON).
-
     Settings of the first stage are next to those of the whole run; later stages, if there are any,
-    are complete entries of ``stages``.
-    """
+    are complete entries of ``stages``."""
     first, *later = (
         _stage_identity(stage, before, samples)
         for before, stage in zip((program[0], *program[:-1]), program, strict=True)
@@ -158,13 +153,12 @@ def check_state(current: State, state: State, allow_change: Collection[str] = ()
         state: ``Schedule.state_dict(step)`` of the run to continue.
         allow_change: names of fields that may differ before the step of the state.
 
-    Returns:
-        A sentence with the consequence for every allowed difference, and a sentence for every stage
-        that differs at or after the step of the state, where everything may differ.
+    Returns a sentence with the consequence for every allowed difference, and a sentence for every
+    stage that differs at or after the step of the state, where everything may differ.
 
     Raises:
-        ResumeError: it is not a state, or another difference would change steps already taken.
-            The message names all such fields with both values and the first step.
+        ResumeError: it is not a state, or another difference would change steps already taken: the
+            message names all such fields with both values and the first step.
         ConfigError: allow_change names a field that does not exist.
     """
     check_known("checkpoint.allow_change", "field", allow_change, _CONSEQUENCE)
@@ -242,10 +236,8 @@ def _stage_changes(
 
 
 def _all_stages(state: State) -> list[dict[str, Any]]:
-    """Return the stages of a state with all fields, without stages that change nothing.
-
-    Weights end with the last source that is drawn: later sources may have been added since.
-    """
+    """Return the stages of a state with all fields, without stages that change nothing. Weights end
+    with the last source that is drawn: later sources may have been added since."""
     optional: dict[str, Any] = {"exclude": {}, "skipped": None, **dict.fromkeys(_TRAINING)}
     first: dict[str, Any] = {"from_step": 0, "skip_steps": 0}
     first |= {name: state.get(name) for name in (*_DRAWS, *_TRAINING)}
@@ -264,11 +256,8 @@ def _all_stages(state: State) -> list[dict[str, Any]]:
 
 
 def resume_step(current: State, state: State, allow_change: Collection[str] = ()) -> int:
-    """Return the step to continue with, after ``check_state``.
-
-    If a different tokens_per_step is allowed for past steps, this is the first step that the tokens
-    seen do not cover completely.
-    """
+    """Return the step to continue with, after ``check_state``. If a different tokens_per_step is
+    allowed for past steps, this is the first step that the tokens seen do not cover completely."""
     check_state(current, state, allow_change)
     step = int(state["step"])
     num_seen = _tokens(_all_stages(state), step)
@@ -296,11 +285,11 @@ _ORIGIN = ("transformers_version", "_name_or_path", "architectures", "dtype", "t
 
 
 def content_digests(data: PackedDataset) -> dict[str, list[Any]]:
-    """Return digests of the bytes that every source reads: of tokens and columns.
+    """Return digests of the bytes of tokens and columns that every source reads, from at most 64
+    evenly spaced shards of each.
 
     The keys are the source's number and the fingerprint of its samples, with the name of a column:
-    ``check_state`` compares the samples and columns of runs; those that both runs have must have
-    the same bytes. For a source with more than 64 shards, this reads 64 evenly spaced ones.
+    those that two runs have in common must have the same bytes.
     """
     digests: dict[str, list[Any]] = {}
     names = (*INTERPRETED, *data.columns)
@@ -353,22 +342,18 @@ def check_record(
     is_branch: bool = False,
     option: str = "checkpoint.allow_change",
 ) -> list[str]:
-    """Compare the record of a checkpoint with that of this run.
+    """Compare the record of a checkpoint with that of this run; return a sentence for every
+    difference that is allowed.
 
     Args:
-        current: record of this run.
         saved: record of the checkpoint; None if it has none, which needs ``run`` in
             ``allow_change``.
         allow_change: keys, sections of keys, or last parts of keys that may differ.
-        is_branch: True if the run starts from another run's checkpoint in order to differ from
-            there on: only the model, the tokenizer and the data must be the same.
+        is_branch: the run starts from another run's checkpoint in order to differ from there on:
+            only the model, the tokenizer and the data must be the same.
         option: name of ``allow_change`` in the message.
 
-    Returns:
-        A sentence for every difference that is allowed.
-
-    Raises:
-        ResumeError: there are other differences; it names each with both values.
+    Raises ResumeError for other differences; it names each with both values.
     """
     if saved is None:
         if "run" in allow_change:

@@ -106,11 +106,8 @@ class DataConfig(StepConfig):
             )
 
     def check_ranks(self, num_ranks: int, sequence_parallel_size: int = 1) -> None:
-        """Check that the ranks can share a step; ``sampler`` checks the steps of later stages.
-
-        Raises:
-            ConfigError: the sizes do not fit; the message names sizes that do.
-        """
+        """Raise ConfigError, which names sizes that fit, if the ranks cannot share a step;
+        ``sampler`` checks later stages."""
         check_group(sequence_parallel_size, num_ranks)
         tokens, pad_last = self.micro_batch_tokens, self.pad_last
         self.check_micro_batches(num_ranks, tokens, pad_last=pad_last, where="data: ")
@@ -128,21 +125,16 @@ class DataConfig(StepConfig):
 class Decision:
     """A stage that the run itself appended, by a rule of its configuration."""
 
-    by: str
-    """The rule: ``autopilot`` or ``mixing``."""
-    step: int
-    """Number of steps taken before the decision."""
-    reason: str
-    """A sentence with the figures that led to it."""
+    by: str  # the rule: ``autopilot`` or ``mixing``
+    step: int  # steps taken before the decision
+    reason: str  # a sentence with the figures that led to it
     stage: Stage
     state: dict[str, Any] = dataclasses.field(default_factory=dict)
     """State of the rule for its next decision; JSON."""
-    void: bool = False
-    """True if a later decision took back the steps that led to this one."""
+    void: bool = False  # a later decision took back the steps that led to this one
 
     @property
     def begin(self) -> int:
-        """The first step that it changes."""
         assert self.stage.from_step is not None, "a run decides by step"
         return self.stage.from_step
 
@@ -155,10 +147,8 @@ class Decision:
 
 @dataclass(frozen=True, kw_only=True)
 class Decisions:
-    """All decisions of a run in order, and the length of the run.
-
-    The length is that of the run without decisions, so that skips do not change learning rates.
-    """
+    """All decisions of a run in order, and its length without them: skips do not change learning
+    rates."""
 
     num_epochs: int
     num_steps: int
@@ -180,17 +170,14 @@ class Decisions:
         return dataclasses.replace(self, decisions=(*map(updated, self.decisions), decision))
 
     def number(self, by: str) -> int:
-        """Return the number of decisions of a rule that are not void."""
         return sum(decision.by == by and not decision.void for decision in self.decisions)
 
     def write(self, run_dir: str | Path) -> None:
-        """Replace ``decisions.json`` durably."""
         with atomic_write(Path(run_dir) / DECISIONS, "w") as file:
             json.dump(self.tree, file, indent=1)
 
     @property
     def tree(self) -> dict[str, Any]:
-        """The decisions as JSON."""
         return {**to_dict(self), "decisions": [decision.tree for decision in self.decisions]}
 
 
@@ -201,12 +188,8 @@ _LOST_DECISIONS = (
 
 
 def read_decisions(run_dir: str | Path) -> Decisions | None:
-    """Read the decisions in a run's directory; None: there are none.
-
-    Raises:
-        ConfigError: the file is damaged.
-        OSError: it cannot be read.
-    """
+    """Read the decisions in a run's directory; None: there are none. Raises ConfigError if the file
+    is damaged, OSError if it cannot be read."""
     path = Path(run_dir) / DECISIONS
     if not path.exists():
         return None
@@ -214,13 +197,6 @@ def read_decisions(run_dir: str | Path) -> Decisions | None:
 
 
 # ---- A run, planned and opened
-
-
-class HasSequenceParallelSize(Protocol):
-    """Part of an engine's configuration that decides the samples of a rank."""
-
-    @property
-    def sequence_parallel_size(self) -> int: ...
 
 
 class RunConfig(Protocol):
@@ -237,7 +213,7 @@ class RunConfig(Protocol):
     @property
     def data(self) -> DataConfig: ...
     @property
-    def engine(self) -> HasSequenceParallelSize: ...
+    def engine(self) -> Any: ...  # its sequence_parallel_size
 
 
 # Fields of DataConfig that decide or are compared with the order of samples.
@@ -245,20 +221,17 @@ ORDER_FIELDS = (*(field.name for field in dataclasses.fields(StepConfig)), "loss
 
 
 class PlannedRun:
-    """Steps of a run over samples, and their assignment to ranks.
+    """Steps of a run over samples (lengths are enough), and their assignment to ranks.
 
     Args:
         config: configuration of the run; its data are not opened.
-        samples: samples of the run; lengths are enough.
         decided: decisions of the run, already part of the samples' mixture.
 
     Attributes:
-        schedule: schedule of the run.
         num_steps: steps of the whole run.
         dealing: assignment to ranks: arguments of ``BucketBatchSampler`` and ``build_loader``.
 
-    Raises:
-        ConfigError: sizes do not fit, or the run would repeat a source too often.
+    Raises ConfigError if sizes do not fit, or the run would repeat a source too often.
     """
 
     def __init__(
@@ -281,42 +254,33 @@ class PlannedRun:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps after which every sample was seen once."""
         return self.schedule.num_steps(1)
 
-    def sampler(self, rank: int, num_ranks: int, *, num_steps: int = 0) -> BucketBatchSampler:
-        """Return the sampler of a rank.
-
-        Raises:
-            ConfigError: ranks and micro batches of some stage do not fit.
-        """
+    def sampler(self, rank: int, num_ranks: int) -> BucketBatchSampler:
+        """Return the sampler of a rank. Raises ConfigError if ranks and micro batches of a stage do
+        not fit."""
         from megapack.data.sampler import BucketBatchSampler  # noqa: PLC0415
 
         return BucketBatchSampler(
             self.schedule,
             data_parallel_rank=rank,
             data_parallel_size=num_ranks,
-            num_steps=num_steps,
+            num_steps=0,
             **self.dealing,
         )
 
 
 class OpenRun(PlannedRun):
-    """A run and its training data, which it opens.
+    """A run and its training data, which it opens. Raises the errors of ``PlannedRun`` and
+    ``PackedDataset``.
 
     Args:
-        config: configuration of the run.
         decided: decisions of the run; None: read them from its directory.
 
     Attributes:
         data: training data.
         blend: the manifest of ``data.blend``, or None.
         decisions: decisions of the run so far.
-
-    Raises:
-        ConfigError: sizes do not fit, or the run would repeat a source too often.
-        IndexMismatchError: an index belongs to other documents.
-        FormatError, OSError: a file is damaged or missing.
     """
 
     def __init__(self, config: RunConfig, decided: Decisions | None = None) -> None:

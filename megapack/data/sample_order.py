@@ -45,11 +45,6 @@ class BlockOrder:
     ``block_tokens`` tokens, in a random order, and shuffle the samples within groups of
     ``window_blocks`` blocks. The content of a step is random, but epochs are not independent: the
     samples of one block stay close to each other (tests/data/test_sample_order.py measures it).
-
-    Args:
-        size: samples of the bucket.
-        capacity: tokens of each.
-        arranged: sizes of blocks and windows.
     """
 
     def __init__(self, size: int, capacity: int, arranged: Arranged) -> None:
@@ -126,11 +121,8 @@ class Scores:
             raise ConfigError(f"score_order is {self.order!r}; it is 'ascending' or 'descending'")
 
     def read(self, num_documents: int) -> NDArray[np.float64]:
-        """Return (num_documents,) scores.
-
-        Raises:
-            FormatError, OSError: the file does not hold them; the message names it.
-        """
+        """Return (num_documents,) scores. Raises FormatError or OSError, which name the file, if it
+        does not hold them."""
         content = open_npy(self.path)
         if content.shape != (num_documents,) or content.dtype.kind not in "fiu":
             raise FormatError(
@@ -148,15 +140,13 @@ class Scores:
 
 
 class ScoreOrder:
-    """Order of one bucket of a source by the mean score of the documents, weighted by their tokens.
+    """Order of one bucket of a source by the mean scores of its samples, (samples,): the lowest
+    first.
 
     Samples of equal score are shuffled in every epoch; so a score with few distinct values divides
     the epoch into phases. If the best documents come last, a learning rate that has decayed by then
     wastes them: decay it moderately, or keep it and average the last checkpoints (Luo et al., arXiv
     2511.18903).
-
-    Args:
-        means: (samples,) score of each; the lowest comes first.
     """
 
     def __init__(self, means: NDArray[np.float64]) -> None:
@@ -166,7 +156,7 @@ class ScoreOrder:
         self._starts = np.r_[starts, len(means)]  # starts of the groups of equal score
 
     def range(self, epoch: int, key: int, position: int, count: int) -> Ids:  # noqa: ARG002
-        """Return ``count`` samples of an epoch from a position on, given the epoch's key."""
+        """As ``BlockOrder.range``."""
         end = position + count
         ranks = np.arange(position, end)
         first, last = np.searchsorted(self._starts, [position, end - 1], side="right") - 1
@@ -181,7 +171,7 @@ class ScoreOrder:
         return samples
 
     def positions(self, epoch: int, key: int, samples: Ids) -> Ids:  # noqa: ARG002
-        """Return the positions of samples in an epoch, given the epoch's key."""
+        """As ``BlockOrder.positions``."""
         ranks: Ids = self._ranks[samples]
         group = np.searchsorted(self._starts, ranks, side="right") - 1
         order = np.argsort(group, kind="stable")
@@ -207,17 +197,11 @@ _CHUNK = 1 << 22  # samples at a time
 def score_orders(
     index: SourceIndex, shards: Iterable[tuple[SampleIndex, int, Ids]], scores: Scores
 ) -> tuple[dict[int, ScoreOrder], str]:
-    """Return capacity -> order of the samples, and a digest of the order.
+    """Return capacity -> order of the samples, and a digest of the order. ``shards``: those of the
+    source, from ``Shards.opened``.
 
-    Sorting n samples takes O(n log n) once; 16 bytes per sample stay in memory.
-
-    Args:
-        index: index of a source.
-        shards: shards of the source, from ``Shards.opened``.
-        scores: scores of its documents.
-
-    Raises:
-        FormatError, OSError: see ``Scores.read``.
+    Sorting n samples takes O(n log n) once; 16 bytes per sample stay in memory. Raises the errors
+    of ``Scores.read``.
     """
     values = scores.read(index.num_documents)
     if scores.order == "descending":
@@ -265,8 +249,7 @@ class Move(NamedTuple):
 class Epochs(NamedTuple):
     """Order of one bucket of a source in all epochs; see the module docstring."""
 
-    size: int
-    """Samples of the bucket."""
+    size: int  # samples of the bucket
     key: int | None
     """Key of the shuffles of all epochs; None: every epoch is in the order of the index."""
     order: ScoreOrder | BlockOrder | None = None
@@ -298,10 +281,8 @@ class Epochs(NamedTuple):
         return result
 
     def moved(self, begin: int, samples: Ids) -> Epochs:
-        """Return the order in which cursors from ``begin`` on take these samples.
-
-        An earlier move is kept, unless it ends before ``begin``.
-        """
+        """Return the order in which cursors from ``begin`` on take these samples. An earlier move
+        is kept, unless it ends before ``begin``."""
         low, end = begin, begin + len(samples)
         if self.move is not None and begin < self.move.end:
             low, end = min(begin, self.move.begin), max(end, self.move.end)
@@ -310,7 +291,6 @@ class Epochs(NamedTuple):
         return self._replace(move=Move(low, joined))
 
     def positions(self, epoch: int, samples: Ids) -> Ids:
-        """Return the positions of samples in an epoch."""
         positions: Ids
         if self.key is None:
             positions = samples.copy()

@@ -51,12 +51,9 @@ Ids = NDArray[np.int64]
 class Assignment(NamedTuple):
     """Assignment of the samples of one draw to ranks and micro batches."""
 
-    costs: Ids
-    """(samples,) attention work."""
-    order: Ids
-    """Positions in the draw, rank after rank."""
-    rank_begin: Ids
-    """(ranks + 1,) offset of each rank's positions in ``order``."""
+    costs: Ids  # (samples,) attention work
+    order: Ids  # positions in the draw, rank after rank
+    rank_begin: Ids  # (ranks + 1,) offset of each rank's positions in ``order``
     samples_per_micro_batch: int
     balanced: bool
     """The micro batches of a rank have similar work, the costliest first; False: as scheduled."""
@@ -116,10 +113,8 @@ def assign(
 
 def equal_groups(costs: Ids, size: int) -> Ids:
     """Return positions in groups of ``size`` with similar work, the heaviest group first.
-
     Neighboring groups differ least, so any run of consecutive groups has similar work. Shape
-    (len(costs) // size, size), int64.
-    """
+    (len(costs) // size, size), int64."""
     num_groups = len(costs) // size
     if num_groups == 0:
         return np.zeros((0, size), np.int64)
@@ -247,10 +242,8 @@ class BucketBatchSampler(Sampler[MicroBatch]):
         return per_draw * config.draws_per_step
 
     def num_positions(self, step: int) -> int:
-        """Return the tokens of all forwards of an optimizer step, of all ranks, with padding.
-
-        With ``pad_last`` these are more than the tokens of the step.
-        """
+        """Return the tokens of all forwards of an optimizer step, of all ranks, with padding. With
+        ``pad_last`` these are more than the tokens of the step."""
         return self.num_micro_steps(step) * self.micro_batch_tokens * self.data_parallel_size
 
     @property
@@ -264,7 +257,6 @@ class BucketBatchSampler(Sampler[MicroBatch]):
         }
 
     def __len__(self) -> int:
-        """Return the number of micro batches of this rank from start_step on."""
         return sum(
             max(0, end - max(stage.begin, self.start_step)) * self.num_micro_steps(stage.begin)
             for stage, end in self.schedule.spans(self.start_step + self.num_steps)
@@ -354,18 +346,12 @@ class StepWeights(NamedTuple):
     num_labels: int
     of_samples: NDArray[np.float32] | None
     """``StepView.loss_weight`` of its samples, in the order of ``Step.sample_ids``."""
-    label_weight: float | None
-    """``MicroBatch.step_label_weight``."""
+    label_weight: float | None  # ``MicroBatch.step_label_weight``
 
 
 def weigh_step(schedule: Schedule, content: Step, samples: SampleSource) -> StepWeights:
-    """Return the factors and the denominator of the losses of a step.
-
-    Args:
-        schedule: schedule of the run.
-        content: content of the step.
-        samples: samples of the dataset that gathers them.
-    """
+    """Return the factors and the denominator of the losses of a step; ``samples``: those of the
+    dataset that gathers them."""
     totals = samples.label_totals(content.sample_ids, content.view)
     num_labels, loss = int(totals.labels.sum()), samples.mixture.loss
     of_sources = schedule.settings_at(content.index).loss_weights
@@ -385,12 +371,8 @@ def weigh_step(schedule: Schedule, content: Step, samples: SampleSource) -> Step
 
 
 def refuse_token_weights(samples: SampleSource, refuse: Callable[[str, str], NoReturn]) -> None:
-    """Call ``refuse`` if loss masks have weights, for callers that only count labels.
-
-    Args:
-        samples: samples of the run.
-        refuse: raises; its arguments are the problem and the option to leave out.
-    """
+    """Call ``refuse(problem, option to leave out)``, which raises, if loss masks have weights: for
+    callers that only count labels."""
     weighted = [
         n for n, weights in zip(samples.names, samples.token_weights, strict=True) if weights
     ]
@@ -440,12 +422,8 @@ class MicroBatchIterator(Iterator[MicroBatch]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at a state.
-
-        Raises:
-            ResumeError: another order of samples; or, within a step, another number of ranks or
-                another size of micro batches (between steps they may change).
-        """
+        """Continue at a state. Raises ResumeError for another order of samples; or, within a step,
+        for another number of ranks or size of micro batches (between steps they may change)."""
         has_begun = state["micro_step"] > 0  # then the samples of the step must not change
         self._sampler.schedule.check_state({**state, "step": int(state["step"]) + has_begun})
         if state["micro_step"] and state["launch"] != self._sampler.launch:

@@ -7,18 +7,15 @@
     Schedule(index, tokens_per_step=256, seed=1).step(3).draws
     # -> (Draw(bucket=0, capacity=64, sample_ids=[17, 4, 30, 9]),)
 
-All ranks compute the same without communication. Steps hold a constant number of tokens; their
-content does not depend on the number of ranks, the micro batch size or the number of workers, so a
-run may stop at any step and resume with different ones. Nothing is dropped: a bucket is an endless
-stream (``megapack.data.bucket_streams``) of which every draw takes the next ``k`` samples, and a
-draw that reaches the end of an epoch continues with the next one.
+All ranks compute the same without communication. Steps hold a constant number of tokens, whatever
+the number of ranks and the micro batch size. Nothing is dropped: a bucket is an endless stream
+(``megapack.data.bucket_streams``) of which every draw takes the next ``k`` samples, and a draw that
+reaches the end of an epoch continues with the next one.
 
 Every bucket of every source has one cursor, the number of its samples taken since the run began. A
 stage knows the cursors at its first draw; within it they follow from the order of draws and the
-blend, both in closed form; the next stage begins with the cursors at its end. At cursor c a bucket
-of n samples gives element ``c mod n`` of the order of its epoch ``c div n``
-(``megapack.data.sample_order``). So within an epoch of a source's bucket no sample is repeated or
-missed, also across stages.
+blend, both in closed form; the next stage begins with the cursors at its end. So within an epoch of
+a source's bucket no sample is repeated or missed, also across stages.
 
 In every stage the blend is exact: of the first n samples of a bucket, each source provides n times
 its weight, with an error below 1.69. Over k stages these errors add up to at most 1.69 k; a stage
@@ -129,8 +126,6 @@ class StageDraws:
     """Draws of one stage, each computed independently.
 
     Args:
-        settings: settings of the stage.
-        samples: samples of the whole run.
         before: the stage that draws the steps before the first draw, if any: the previous stage, or
             the last stage of the skipped steps.
         first: the step of ``before`` at which this stage takes over the cursors.
@@ -145,9 +140,6 @@ class StageDraws:
         samples_per_draw: samples in a draw, for every bucket.
         num_cycles: cycles of the order per epoch.
         draws: the order of draws.
-
-    Raises:
-        ConfigError: capacities and tokens_per_step do not fit; the message names the remedy.
     """
 
     def __init__(
@@ -258,10 +250,8 @@ class StageDraws:
     # --- cursors --------------------------------------------------------------------------------
 
     def taken(self, step: int) -> Iterator[tuple[int, Ids, Ids]]:
-        """Yield (capacity, sources, samples drawn from each before a step) of every bucket.
-
-        Counts from the start of the stage, without skipped steps.
-        """
+        """Yield (capacity, sources, samples drawn from each before a step) of every bucket, from
+        the start of the stage, without skipped steps."""
         firsts, ends = self._ends(self._first_draw), self._ends(self.draw_of(step))
         for stream, first, end in zip(self.buckets, firsts, ends, strict=True):
             taken = stream.taken(end) - stream.taken(first)
@@ -351,10 +341,8 @@ class StageDraws:
         return [step for step in steps if step < end]
 
     def last_step(self, source: int, capacity: int, samples: Ids, end: int) -> int:
-        """Return the last step before ``end`` that draws one of ``samples`` of a source's bucket.
-
-        Samples are numbered within the bucket; the stage must draw one of them before ``end``.
-        """
+        """Return the last step before ``end`` that draws one of ``samples`` of a source's bucket,
+        numbered within the bucket; the stage must draw one of them before ``end``."""
         [(b, i)] = self._stream_of(source, capacity)
         position = self.buckets[b].latest(i, samples, self._ends(self.draw_of(end))[b])
         return self._step_of(self.draws.draw_at(b, position // self.samples_per_draw[b]))
@@ -371,12 +359,8 @@ def open_stages(
     before: StageDraws | None = None,
     largest: int = 0,
 ) -> list[StageDraws]:
-    """Return the draws of every stage. Raises ConfigError like ``StageDraws``, and names the stage.
-
-    Args:
-        before: the stage that draws the steps before the program.
-        largest: see ``StageDraws``.
-    """
+    """Return the draws of every stage; ``before``, ``largest``: see ``StageDraws``. Raises
+    ConfigError, which names the stage, if capacities and tokens_per_step do not fit."""
     stages: list[StageDraws] = []
     for settings in program:
         previous, first = (stages[-1] if stages else before), settings.begin

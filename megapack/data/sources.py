@@ -1,15 +1,13 @@
 """Samples of all sources of a run, numbered together, and facts that need no tokens.
 
 - ``SampleSource``: global ids -> source, capacity, segments, attention cost, labels; orders.
-  ``LabelTotals``: number of labels and their weights.
 - ``Shards``: shard that holds a sample, opened on first use.
 - ``Exclusions``, ``read_exclusions``: documents that are masked from a step on.
 
     sources of 3 and of 5 samples: bases = 0 3 8            # ids 0 to 2, and 3 to 7
     locate([1, 3, 7])                                       # -> sources 0 1 1, samples 1 0 4
 
-Ids do not change when documents are excluded. Methods that read samples need the ``StepView`` of
-the step, which stores the number of exclusion lists in force.
+Ids do not change when documents are excluded: methods that read samples take a ``StepView``.
 """
 
 from __future__ import annotations
@@ -90,7 +88,6 @@ class Shards:
             yield shard, positions, local[positions]
 
     def of_source(self, source: int) -> range:
-        """Return the numbers of a source's shards."""
         return range(*np.searchsorted(self.sources, [source, source + 1]).tolist())
 
     def ids(self, shard: int) -> Ids:
@@ -100,7 +97,6 @@ class Shards:
         return np.concatenate([np.zeros(0, np.int64), *parts])
 
     def is_open(self, shard: int) -> bool:
-        """Return whether the samples of a shard are mapped."""
         return self._open[shard] is not None
 
     def number_in_source(self, shard: int) -> int:
@@ -156,7 +152,6 @@ class Exclusions:
 
     @cached_property
     def sources(self) -> list[int]:
-        """Numbers of the sources with listed documents."""
         return [source for source, documents in enumerate(self.documents) if len(documents)]
 
     def masks(self, source: int, documents: Ids, view: StepView) -> NDArray[np.bool_]:
@@ -190,16 +185,9 @@ class Exclusions:
 def read_exclusions(
     stages: Sequence[Stage], names: Sequence[str], num_documents: Sequence[int]
 ) -> Exclusions:
-    """Read the exclusion lists of all stages.
-
-    Args:
-        stages: stages of the run, in order.
-        names, num_documents: name and number of documents of every source.
-
-    Raises:
-        ConfigError: a source or a document does not exist.
-        FormatError, OSError: a file is not a list of documents, or cannot be read.
-    """
+    """Read the exclusion lists of all stages, in order. Raises ConfigError if a source or a
+    document does not exist, FormatError or OSError if a file is not a list of documents, or cannot
+    be read."""
     files_of_source: dict[int, list[tuple[Ids, int]]] = {}
     for number, stage in enumerate((s for s in stages if s.exclude is not None), 1):
         files = numbered(stage.exclude or {}, names, f"{stage} excludes documents of")
@@ -225,10 +213,8 @@ def read_exclusions(
 class LabelTotals(NamedTuple):
     """Labels of some samples: three arrays (samples,)."""
 
-    labels: Ids
-    """Tokens that have a label, int64."""
-    weight: NDArray[np.float64]
-    """Sum of the weights of these tokens."""
+    labels: Ids  # tokens that have a label, int64
+    weight: NDArray[np.float64]  # sum of the weights of these tokens
     sequences: Ids
     """Sequences (the part of a document in the sample) with a label of weight above 0, int64."""
 
@@ -294,7 +280,6 @@ class SampleSource:
 
     @property
     def windows(self) -> list[int]:
-        """All attention windows of the run and its stages, tokens."""
         return self.mixture.windows
 
     @cached_property
@@ -350,11 +335,8 @@ class SampleSource:
         return buckets_of(self.indices)
 
     def locate(self, ids: Ids) -> tuple[Ids, Ids]:
-        """Return (number of the index, sample in the index) of global ids, int64 both.
-
-        Raises:
-            IndexError: an id does not exist.
-        """
+        """Return (number of the index, sample in the index) of global ids, int64 both. Raises
+        IndexError."""
         if len(ids) and (ids.min() < 0 or ids.max() >= self.num_samples):
             raise IndexError(
                 f"sample ids are from {ids.min()} to {ids.max()}; only {self.num_samples} exist"
@@ -395,10 +377,8 @@ class SampleSource:
     def segments(
         self, sample: int, view: StepView = PLAIN
     ) -> tuple[int, list[tuple[int, int, int]]]:
-        """Return the number of the index and the segments (document, begin, length) of a sample.
-
-        Segments of excluded documents are left out.
-        """
+        """Return the number of the index and the segments (document, begin, length) of a sample,
+        without those of excluded documents."""
         shard, local = self.shard_of(sample)
         source, first = int(self.shards.sources[shard]), int(self.shards.first_documents[shard])
         segments = [(first + d, b, n) for d, b, n in self.shards.index(shard).sample(local)[1]]
@@ -415,10 +395,8 @@ class SampleSource:
 
     def samples_of(self, source: int, documents: int | Ids) -> list[int]:
         """Return the global ids, ascending, of samples with a piece of some documents of an index.
-
-        Reads 4 bytes per segment of the shards with these documents. Raises ConfigError for a
-        document that the index does not have.
-        """
+        Reads 4 bytes per segment of their shards. Raises ConfigError for a document that does not
+        exist."""
         wanted, num_documents = np.unique(documents), self.indices[source].num_documents
         for document in wanted[[0, -1]].tolist() if len(wanted) else ():
             if not 0 <= document < num_documents:
@@ -430,10 +408,8 @@ class SampleSource:
         return samples
 
     def segment_lengths(self, ids: Ids, view: StepView = PLAIN) -> Ids:
-        """Return the lengths of all attention segments of some samples, tokens, in any order.
-
-        Excluded documents are left out. Apply attention windows with ``batch.cut_lengths``.
-        """
+        """Return the lengths of all attention segments of some samples, tokens, in any order,
+        without excluded documents. Apply attention windows with ``batch.cut_lengths``."""
         in_groups = self.attention == "group"
         parts = [
             self._kept(shard, local, view, in_groups=in_groups)[2]
@@ -443,22 +419,13 @@ class SampleSource:
         return lengths[lengths > 0]
 
     def attention_cost(
-        self,
-        ids: Ids,
-        capacity: int,
-        view: StepView = PLAIN,
-        *,
-        whole: bool | None = None,
+        self, ids: Ids, capacity: int, view: StepView = PLAIN, *, whole: bool | None = None
     ) -> Ids:
         """Return token pairs per sample: the sum of squared lengths of its attention segments.
 
-        Padding counts as a segment; the window of the view cuts all segments.
-
-        Args:
-            ids: samples of one capacity.
-            capacity: capacity of these samples, tokens.
-            view: view of the step.
-            whole: True if attention spans whole samples, not segments; None: see ``attention``.
+        Padding counts as a segment; the window of the view cuts all segments. The samples have one
+        capacity, in tokens. ``whole``: attention spans whole samples, not segments; None: see
+        ``attention``.
         """
         window = view.window
         in_groups = whole is None and self.attention == "group"
@@ -487,10 +454,8 @@ class SampleSource:
         return self.label_totals(ids, view).labels
 
     def label_totals(self, ids: Ids, view: StepView = PLAIN) -> LabelTotals:
-        """Return the labels of every sample.
-
-        Without a counter, every token except the last one of a document has a label.
-        """
+        """Return the labels of every sample; without a counter, every token but a document's last
+        has one."""
         if self._counter is not None:
             return self._counter(ids, view)
         assert view.epochs is None, "bare indices have no fill-in-the-middle"
@@ -514,10 +479,8 @@ class SampleSource:
     def _kept(
         self, shard: int, samples: Ids, view: StepView, *, in_groups: bool = False
     ) -> tuple[Ids, Ids, Ids]:
-        """Return segments of some samples of a shard: numbers, positions of their samples, tokens.
-
-        Excluded segments have 0 tokens. ``in_groups`` merges the segments of a group.
-        """
+        """Return segments of some samples of a shard: numbers, positions of their samples, tokens
+        (0 if excluded). ``in_groups`` merges the segments of a group."""
         index = self.shards.index(shard)
         segments, owner = segments_of(index, samples)
         lengths = np.asarray(index.segment_length[segments], np.int64)

@@ -133,10 +133,7 @@ TORCHTITAN_ROWS = Dialect(  # up to 0.3
 )
 TORCHTITAN = replace(TORCHTITAN_ROWS, flat=True)
 OLMO_CORE = Dialect(
-    name="OLMo-core",
-    tokens="input_ids",
-    labels="labels",
-    lengths=("doc_lens", "max_doc_lens"),
+    name="OLMo-core", tokens="input_ids", labels="labels", lengths=("doc_lens", "max_doc_lens")
 )
 # OLMo-core's evaluation derives labels from the tokens.
 OLMO_CORE_EVALUATION = replace(

@@ -18,11 +18,9 @@ from megapack.errors import ConfigError
 
 
 def check_options(options: Mapping[str, tuple[Any, Any, str]]) -> None:
-    """Raise ConfigError for the first option whose value is not the required one.
-
-    ``options`` maps the name, as the user writes it, to (value, required value, reason). None as
-    required value means that the user must leave the option out; False, 0 and "" pass, too.
-    """
+    """Raise ConfigError for the first option whose value is not the required one. ``options`` maps
+    the name, as the user writes it, to (value, required value, reason). None as required value
+    means that the user must leave the option out; False, 0 and "" pass, too."""
     for name, (value, required, reason) in options.items():
         if value == required or (required is None and not value):
             continue

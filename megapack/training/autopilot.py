@@ -46,12 +46,9 @@ _LEAST = {"loss": 0.02, "grad_norm": 0.1}  # smallest spread of a band, relative
 class Spike(NamedTuple):
     """Range of steps whose losses or gradients are outliers."""
 
-    first: int
-    """First outlier."""
-    last: int
-    """Step that confirms the spike."""
-    reason: str
-    """One sentence for the log."""
+    first: int  # first outlier
+    last: int  # step that confirms the spike
+    reason: str  # one sentence for the log
 
 
 class SpikeFound(Exception):  # noqa: N818 - ``Trainer`` handles it, it is not reported
@@ -65,10 +62,10 @@ class SpikeFound(Exception):  # noqa: N818 - ``Trainer`` handles it, it is not r
 class SpikeWatch:
     """Detector of spikes by median and median absolute deviation of earlier steps.
 
-    The losses of each bucket and of each source have their own band, since their levels differ;
-    gradient norms are compared by their logarithms. Outliers do not enter the band. A spike is
-    confirmed when one signal has ``confirm`` outliers within twice as many steps (the steps in
-    between may have other buckets); a loss that is NaN or infinite is a spike at once.
+    The losses of each bucket and of each source have their own band; gradient norms are compared by
+    their logarithms. Outliers do not enter the band. A spike is confirmed when one signal has
+    ``confirm`` outliers within twice as many steps; a loss that is NaN or infinite is a spike at
+    once.
     """
 
     def __init__(self, config: AutopilotConfig) -> None:
@@ -78,11 +75,9 @@ class SpikeWatch:
         self._mixture = ""
 
     def look(self, line: Line, mixture: str) -> Spike | None:
-        """Check the line of the next step; return a confirmed spike or None.
-
-        ``mixture`` identifies the mixture of the step. When it changes, the levels of losses and
-        gradients change, so all bands are reset, except those of single sources.
-        """
+        """Check the line of the next step; return a confirmed spike or None. When ``mixture``,
+        which identifies the mixture of the step, changes, so do the levels of losses and gradients:
+        all bands are reset, except those of single sources."""
         if mixture != self._mixture:
             kept = {name: band for name, band in self._bands.items() if name.startswith("source")}
             self._mixture, self._bands, self._out = mixture, kept, {}
@@ -106,12 +101,11 @@ class SpikeWatch:
             if math.isfinite(value):  # the norm of an overflowed gradient is not finite
                 history.append((step, value))
             return None
-        values = [old for _, old in history]
+        values, is_norm = [old for _, old in history], signal == "grad_norm"
         middle = median(values)
-        least = _LEAST["grad_norm" if signal == "grad_norm" else "loss"]
-        spread = max(
-            MAD * median(abs(old - middle) for old in values), least * _scale(band, middle)
-        )
+        # Differences of logarithms are relative already.
+        least = _LEAST["grad_norm"] if is_norm else _LEAST["loss"] * abs(middle)
+        spread = max(MAD * median(abs(old - middle) for old in values), least)
         if value <= middle + self.config.deviations * spread:
             history.append((step, value))
             return None
@@ -119,11 +113,10 @@ class SpikeWatch:
         out.append(step)
         if len(out) < self.config.confirm:
             return None
-        first = out[0]
-        if signal == "grad_norm":
+        if is_norm:
             value, middle = math.exp(value), math.exp(middle)
         reason = f"{signal} {value:.4g} at step {step}, where {middle:.4g} is usual"
-        return Spike(first, step, f"{reason} (out of its band since step {first})")
+        return Spike(out[0], step, f"{reason} (out of its band since step {out[0]})")
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint, as JSON values."""
@@ -154,20 +147,10 @@ def _signals(line: Line) -> Iterable[tuple[str, str, float]]:
             yield f"loss of {name}", f"source {name}", loss
 
 
-def _scale(band: str, middle: float) -> float:
-    # Differences of logarithms are relative already.
-    return 1.0 if band.startswith("gradients") else abs(middle)
-
-
 def skip(spike: Spike, config: AutopilotConfig, decisions: Decisions, done: int) -> Decision:
-    """Return the decision that skips the samples of a spike's steps.
-
-    It skips the outliers and ``margin_steps`` on both sides; each earlier skip of about the same
-    range doubles the number of steps. The stage depends only on the spike and on earlier
-    decisions, not on when the run detects the spike.
-
-    Raises FloatingPointError if ``autopilot.max_rollbacks`` is used up.
-    """
+    """Return the decision that skips a spike's outliers and ``margin_steps`` on both sides. Each
+    earlier skip of about the same range doubles the number of steps. Raises FloatingPointError if
+    ``autopilot.max_rollbacks`` is used up."""
     count = decisions.number("autopilot")
     if count >= config.max_rollbacks:
         raise FloatingPointError(
@@ -181,12 +164,8 @@ def skip(spike: Spike, config: AutopilotConfig, decisions: Decisions, done: int)
         old.by == "autopilot" and not old.void and abs(old.begin - begin) <= 2 * size
         for old in decisions.decisions
     )
-    return Decision(
-        by="autopilot",
-        step=done,
-        reason=spike.reason,
-        stage=Stage(from_step=begin, skip_steps=size << near),
-    )
+    stage = Stage(from_step=begin, skip_steps=size << near)
+    return Decision(by="autopilot", step=done, reason=spike.reason, stage=stage)
 
 
 # ---- Mixtures ------------------------------------------------------------------------------------
@@ -196,18 +175,14 @@ def skip(spike: Spike, config: AutopilotConfig, decisions: Decisions, done: int)
 class SourceReport:
     """Input of a mixing rule: results since its last decision, by source name."""
 
-    step: int
-    """Number of steps done."""
-    num_steps: int
-    """Number of steps of the run."""
+    step: int  # steps done
+    num_steps: int  # steps of the run
     losses: dict[str, float]
     """Mean loss per label token, rounded to five digits so that decisions do not depend on the
     number of ranks; sources without tokens are missing."""
     label_tokens: dict[str, int]
-    weights: dict[str, float]
-    """Current shares of tokens; their sum is 1."""
-    state: dict[str, Any] = field(default_factory=dict)
-    """State that the rule returned with its last decision."""
+    weights: dict[str, float]  # current shares of tokens; their sum is 1
+    state: dict[str, Any] = field(default_factory=dict)  # as the last call of the rule returned it
 
 
 Rule = Callable[..., tuple[Mapping[str, float], Mapping[str, Any]]]
@@ -216,12 +191,11 @@ Rule = Callable[..., tuple[Mapping[str, float], Mapping[str, Any]]]
 def odm(report: SourceReport, *, smoothing: float = 0.9) -> tuple[dict[str, float], dict[str, Any]]:
     """Online data mixing (Albalak et al. 2023, arXiv 2312.02406): draw sources with high loss more.
 
-    A bandit (EXP3) whose arms are the sources. With K sources, at decision t, the reward of a
-    source is a moving average of its loss divided by its share,
-    ``R <- a R + (1 - a) loss / share``, with a = ``smoothing``. Its share becomes
-    ``(1 - K e_t) softmax(e_{t-1} R) + e_t``, where
-    ``e_t = min(1 / K, sqrt(ln K / (K t)))`` is the smallest share. The paper pulls one arm per
-    batch; this rule updates all sources that had tokens since the last decision.
+    A bandit (EXP3) whose arms are the K sources. At decision t, the reward of a source is ``R <- a
+    R + (1 - a) loss / share``, with a = ``smoothing``. Its share becomes ``(1 - K e_t)
+    softmax(e_{t-1} R) + e_t``, with the smallest share ``e_t = min(1 / K, sqrt(ln K / (K t)))``.
+    The paper pulls one arm per batch; this rule updates all sources that had tokens since the last
+    decision.
     """
     names, last = list(report.weights), report.state
     time = int(last.get("time", 0)) + 1
@@ -246,8 +220,7 @@ RULES: dict[str, Rule] = {"odm": odm}
 
 
 def find_rule(name: str) -> Rule:
-    """Return a rule of ``RULES``, or the function that ``package.module:function`` names. Raises
-    ConfigError if the function does not exist."""
+    """Return the rule or the function ``package.module:function``. Raises ConfigError."""
     if name in RULES:
         return RULES[name]
     module, colon, function = name.partition(":")
@@ -264,8 +237,8 @@ def find_rule(name: str) -> Rule:
 
 
 def next_mixture(config: MixingConfig, report: SourceReport) -> Decision:
-    """Call the rule and check its result. Raises ConfigError if the rule fails, names
-    unknown sources, or returns invalid weights."""
+    """Call the rule. Raises ConfigError if it fails, names unknown sources, or gives bad
+    weights."""
     assert config.rule is not None, "the configuration has no rule"
     where = f"mixing.rule {config.rule}"
     try:
@@ -302,11 +275,8 @@ def report_of(
     step: int,
 ) -> SourceReport:
     """Return a report from lines of log.jsonl; ``weights`` need not sum to 1."""
-    earlier = [
-        old
-        for old in (decisions.decisions if decisions else ())
-        if old.by == "mixing" and not old.void
-    ]
+    all_decisions = decisions.decisions if decisions else ()
+    earlier = [old for old in all_decisions if old.by == "mixing" and not old.void]
     begin = earlier[-1].begin if earlier else 0
     means = mean_by_source([line for line in lines if begin <= line["step"] < step])
     total = math.fsum(weights.values())

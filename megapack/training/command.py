@@ -54,13 +54,8 @@ def command_parser(name: str, description: str | None) -> argparse.ArgumentParse
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
     """Add the option --set KEY=VALUE."""
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="override a field, as in --set optimizer.lr=1e-4; may be repeated",
-    )
+    meaning = "override a field, as in --set optimizer.lr=1e-4; may be repeated"
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=meaning)
 
 
 def run_command(work: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
@@ -76,10 +71,7 @@ def run_command(work: Callable[[argparse.Namespace], int], args: argparse.Namesp
 
 def set_rank_environment(local_rank: int | None = None) -> int:
     """Complete the environment variables that describe this rank; return the number of ranks.
-
-    ``local_rank`` is the option of the launcher. Raises ConfigError if a launcher set only some
-    of the variables, or values that are not integers.
-    """
+    Raises ConfigError if a launcher set only some of them, or values that are not integers."""
     env = os.environ
     if local_rank is not None:
         env.setdefault("LOCAL_RANK", str(local_rank))
@@ -120,20 +112,17 @@ _RECIPES = Path(__file__).parents[1] / "configs"
 
 
 def read_config(name: str, overrides: Sequence[str] = ()) -> PretrainConfig:
-    """Read a run's configuration from a YAML file or a recipe (the name of a file in ``configs/``).
-
-    ``overrides`` are ``"a.b=value"``. Raises ConfigError if there is no such file or recipe,
-    and like ``load_config``; raises OSError if the file cannot be read.
-    """
+    """Read a YAML file or a recipe (the name of a file in ``configs/``), with ``"a.b=value"``
+    overrides. Raises ConfigError if there is no such file or recipe, and the errors of
+    ``load_config``."""
     recipes = {path.stem: path for path in sorted(_RECIPES.glob("*.yaml"))}
-    if not Path(name).is_file():
-        if name not in recipes:
-            raise ConfigError(
-                f"{name} is neither a file nor a recipe{nearest(name, recipes)} (recipes: "
-                f"{', '.join(recipes)})"
-            )
-        return load_config(PretrainConfig, recipes[name], overrides)
-    return load_config(PretrainConfig, name, overrides)
+    if not Path(name).is_file() and name not in recipes:
+        raise ConfigError(
+            f"{name} is neither a file nor a recipe{nearest(name, recipes)} (recipes: "
+            f"{', '.join(recipes)})"
+        )
+    path = name if Path(name).is_file() else recipes[name]
+    return load_config(PretrainConfig, path, overrides)
 
 
 def print_run_dir(args: argparse.Namespace) -> int:

@@ -1,9 +1,6 @@
 """Configuration of a training run: frozen dataclasses, read from YAML by ``megapack.config``.
 
-``PretrainConfig`` has one field per section: ``ModelConfig``, ``DataConfig``
-(``megapack.data.run``), ``OptimizerConfig``, ``LearningRateConfig``, ``CheckpointConfig``,
-``EvaluationConfig``, ``LoggingConfig``, ``AutopilotConfig``, ``MixingConfig``, ``DistillConfig``,
-``EngineConfig``.
+``PretrainConfig`` has one field per section; ``DataConfig`` is in ``megapack.data.run``.
 ``megapack-pretrain --config x.yaml --set a.b=v`` reads a file and overrides fields; ``--dry-run
 --show-config`` prints the result. The classes check names, ranges and conflicts without torch.
 
@@ -122,18 +119,11 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         rates = {"lr": self.lr, "eps": self.eps, "muon_lr": self.muon_lr}
-        check_range(
-            "optimizer", above=0, at_most=1e30, **rates
-        )  # ten times 1e30 still fits float32
+        check_range("optimizer", above=0, at_most=1e30, **rates)  # 1e31 still fits float32
         check_range("optimizer", at_least=0, below=1, muon_momentum=self.muon_momentum)
         check_range("optimizer", above=0, below=1, ema_decay=self.ema_decay)
-        check_range(
-            "optimizer",
-            at_least=0,
-            weight_decay=self.weight_decay,
-            clip=self.clip,
-            max_skipped=self.max_skipped,
-        )
+        others = {name: getattr(self, name) for name in ("weight_decay", "clip", "max_skipped")}
+        check_range("optimizer", at_least=0, **others)
         if len(self.betas) != 2:
             raise ConfigError(f"optimizer: betas are {self.betas}; they must be two numbers")
         for beta in self.betas:
@@ -306,8 +296,8 @@ class AutopilotConfig:
     def __post_init__(self) -> None:
         check_positive("autopilot", deviations=self.deviations, confirm=self.confirm)
         check_range("autopilot", at_least=16, window=self.window)
-        check_range("autopilot", at_least=0, margin_steps=self.margin_steps)
-        check_range("autopilot", at_least=0, max_rollbacks=self.max_rollbacks)
+        counts = {"margin_steps": self.margin_steps, "max_rollbacks": self.max_rollbacks}
+        check_range("autopilot", at_least=0, **counts)
 
     @property
     def reach(self) -> int:
@@ -422,14 +412,9 @@ class EngineConfig:
     other options of this file set, and keys that DeepSpeed would not read, are errors."""
 
     def __post_init__(self) -> None:
-        check_positive(
-            "engine",
-            sequence_parallel_size=self.sequence_parallel_size,
-            loss_chunk_tokens=self.loss_chunk_tokens,
-            mlp_chunk_tokens=self.mlp_chunk_tokens,
-            heartbeat_timeout_seconds=self.heartbeat_timeout_seconds,
-            hang_timeout_seconds=self.hang_timeout_seconds,
-        )
+        names = ["sequence_parallel_size", "loss_chunk_tokens", "mlp_chunk_tokens"]
+        names += ["heartbeat_timeout_seconds", "hang_timeout_seconds"]
+        check_positive("engine", **{name: getattr(self, name) for name in names})
         check_range("engine", above=0, at_most=2**24, timeout_minutes=self.timeout_minutes)
         if self.offload_activations and not self.activation_checkpointing:
             raise ConfigError(
@@ -437,16 +422,14 @@ class EngineConfig:
                 "inputs of recomputed layers can be offloaded: set activation_checkpointing to "
                 "true, too"
             )
-        if self.offload_activations and self.compile:
-            raise ConfigError(
-                "engine: compile is true and offload_activations is set; a compiled layer saves "
-                "its input inside its own graph: disable one of the two"
-            )
-        if self.mlp_chunk_tokens is not None and self.compile:
-            raise ConfigError(
-                "engine: compile is true and mlp_chunk_tokens is set; a compiled layer cannot "
-                "recompute its MLP chunk by chunk: disable one of the two"
-            )
+        for name, reason in (
+            ("offload_activations", "a compiled layer saves its input inside its own graph"),
+            ("mlp_chunk_tokens", "a compiled layer cannot recompute its MLP chunk by chunk"),
+        ):
+            if self.compile and getattr(self, name):
+                raise ConfigError(
+                    f"engine: compile is true and {name} is set; {reason}: disable one of the two"
+                )
         _refuse_decided(self.deepspeed)
         printed = self.deepspeed.get("steps_per_print")
         if printed is not None and not (isinstance(printed, int) and printed > 0):

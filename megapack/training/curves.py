@@ -60,8 +60,8 @@ class Standing:
 
 
 def read_curve(run_dir: str | Path) -> Curve:
-    """Read the curve from ``log.jsonl`` of a run directory. Raises DataError if the
-    log is empty, OSError if it is missing."""
+    """Read the curve of a run directory. Raises DataError if its log is empty, OSError if
+    missing."""
     path = RunDirectory(run_dir).log
     lines = [line for line in read_jsonl(path) if line["loss"] is not None]
     if not lines:
@@ -73,16 +73,14 @@ def read_curve(run_dir: str | Path) -> Curve:
 
 
 def compared(curves: Mapping[str, Curve]) -> tuple[float, float]:
-    """Return the start and end of the last epoch that all runs completed; if a run is shorter than
-    an epoch, of the part that all runs have trained."""
+    """Return the start and end of the last epoch, or part of the first, that all runs completed."""
     common = float(min(curve.epoch[-1] for curve in curves.values()))
     end = max(1, math.floor(common + 1e-9)) if common > 1 - 1e-9 else common
     return max(0.0, end - 1), end
 
 
 def standings(curves: Mapping[str, Curve], num_ranges: int = 100) -> dict[str, Standing]:
-    """Return final perplexity and mean rank of every run in the range of ``compared``. Raises
-    DataError if a run has no step in it."""
+    """Return final perplexity and mean rank of every run in the range of ``compared``."""
     edges = np.linspace(*compared(curves), num_ranges + 1)
     table = np.array(
         [[curve.average(a, b) for a, b in itertools.pairwise(edges)] for curve in curves.values()]
@@ -94,10 +92,8 @@ def standings(curves: Mapping[str, Curve], num_ranges: int = 100) -> dict[str, S
 
 
 def smooth(values: Sequence[float], alpha: float) -> list[float]:
-    """Return an exponential moving average for plots (A.7), corrected for its start.
-
-    The weight of the past is ``min(sqrt(alpha), 0.999)``, close to the paper's factor.
-    """
+    """Return an exponential moving average for plots (A.7), corrected for its start. The weight of
+    the past is ``min(sqrt(alpha), 0.999)``, close to the paper's factor."""
     if not 0 <= alpha <= 1:
         raise ValueError(f"alpha is {alpha}; it must be within 0 and 1")
     weight = min(math.sqrt(alpha), 0.999)

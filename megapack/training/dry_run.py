@@ -55,11 +55,8 @@ def dry_run(
         lengths: document lengths (``read_lengths``) instead of the data; None: open the data.
         buckets: capacities that these documents are packed into.
         gpu_price: price of one device per hour.
-        show_config: append the resolved configuration.
 
-    Raises:
-        ConfigError, ResumeError: an error that would stop the run at its start.
-        FormatError, OSError: a file is damaged or cannot be read.
+    Raises the errors that would stop the run at its start.
     """
     ranks, run = world_size, RunDirectory(config.run_dir)
     steps: PlannedRun
@@ -86,6 +83,10 @@ def dry_run(
     sources = [plan.table()] if len(schedule.samples.indices) > 1 else often_repeated(plan)
     knows_labels = isinstance(steps, Inputs)
     unlabeled = steps_without_labels(schedule, steps.num_steps) if knows_labels else None
+    stages = (
+        _stage(config, stage, end, ranks, schedule.settings_at(stage.begin).window)
+        for stage, end in schedule.spans(steps.num_steps)
+    )
     sections = [
         f"model: {model.description}; vocabulary {architecture.vocab_size:,}\n"
         f"attention on this machine: {attention.name}, {attention.reason}",
@@ -94,11 +95,7 @@ def dry_run(
         f"tokens: {schedule.tokens_before(steps.num_steps):,} "
         f"({config.data.tokens_per_step:,} per step)\n"
         f"epochs: {schedule.epochs(steps.num_steps):.3f}",
-        "\n".join(
-            _stage(config, stage, end, ranks, schedule.settings_at(stage.begin).window)
-            for stage, end in schedule.spans(steps.num_steps)
-        )
-        + _balance(config, steps, ranks, flops),
+        "\n".join(stages) + _balance(config, steps, ranks, flops),
         *sources,
         *([unlabeled] if unlabeled else []),
         *_packed(schedule),
@@ -169,30 +166,24 @@ def _stage(
     order = " ".join(
         str(draw.capacity) for i in range(stage.begin, shown) for draw in stage.step_draws(i)
     )
-    return "\n".join(
-        [
-            *([f"steps {stage.begin:,} to {end - 1:,}:"] if stage.begin else []),
-            *([] if window is None else [f"attention window: {window}"]),
-            *describe_fim(stage).splitlines(),
-            *(
-                [f"attention inside: {reach}"]
-                if (reach := config.data.attention) != "document"
-                else []
-            ),
-            f"ranks: {ranks}, {micro_steps} micro steps of {micro:,} tokens each"
-            + ("" if unit == "step" else f"; {settings.draws_per_step} draws per step"),
-            _mix(stage, micro_steps, micro * ranks),
-            *rows,
-            f"order: {settings.order}; the first draws: {order}",
-        ]
-    )
+    reach, several = config.data.attention, f"; {settings.draws_per_step} draws per step"
+    lines = [
+        f"steps {stage.begin:,} to {end - 1:,}:" if stage.begin else "",
+        "" if window is None else f"attention window: {window}",
+        describe_fim(stage),
+        "" if reach == "document" else f"attention inside: {reach}",
+        f"ranks: {ranks}, {micro_steps} micro steps of {micro:,} tokens each"
+        + several * (unit == "draw"),
+        _mix(stage, micro_steps, micro * ranks),
+        *rows,
+        f"order: {settings.order}; the first draws: {order}",
+    ]
+    return "\n".join(filter(None, lines))
 
 
 def _mix(stage: StageDraws, micro_steps: int, tokens: int) -> str:
-    """Return a line about the buckets of a step, and what the other value of ``mix`` would change.
-
-    ``tokens``: tokens per micro step, over all ranks.
-    """
+    """Describe the buckets of a step, and what the other value of ``mix`` would change.
+    ``tokens``: tokens per micro step, over all ranks."""
     settings = stage.config
     if len(stage.buckets) == 1:
         return "buckets per step: one, the only one"
@@ -227,8 +218,8 @@ def _memory(config: PretrainConfig, model: Any, plan: PlannedRun, ranks: int) ->
 
 
 def _flops_of_run(plan: PlannedRun, ranks: int, flops: ModelFlops) -> float:
-    """Return the FLOPs of the run, extrapolated from steps of all its parts, because windows grow
-    and orders change. Padding counts like any token, also on idle ranks."""
+    """Extrapolate the FLOPs of the run from steps of all its parts: windows grow and orders change.
+    Padding counts like any token, also on idle ranks."""
     schedule, sampler = plan.schedule, plan.sampler(0, ranks)
     number = np.arange(min(_FLOPS_STEPS, plan.num_steps))
     # One step of every part of the run, at irregular distances (buckets may alternate regularly).

@@ -48,9 +48,8 @@ from megapack.training.validation import perplexity_by_context, validate_sources
 if TYPE_CHECKING:
     from megapack.data import PackedDataset
 
-    HeldOut = tuple[
-        PackedDataset | None, dict[str, PackedDataset]
-    ]  # documents of --data, of --blend
+    # Documents of --data, and of the sources of --blend.
+    HeldOut = tuple[PackedDataset | None, dict[str, PackedDataset]]
 
 logger = logging.getLogger("megapack")
 
@@ -106,10 +105,8 @@ def evaluate(args: argparse.Namespace) -> int:
 
 
 def check_documents(directory: str, documents: HeldOut, contexts: Sequence[int]) -> None:
-    """Raise ConfigError, before loading, if a model lacks token ids or positions of the documents.
-
-    Logs a warning if the model may not have been trained on as many positions.
-    """
+    """Raise ConfigError, before loading, if a model lacks token ids or positions of the documents;
+    warn if it may not have been trained on as many positions."""
     architecture = model_configuration(ModelConfig(pretrained=directory), 1)
     data, sources = documents
     longest = 0
@@ -181,10 +178,7 @@ def show_models(scored: dict[str, dict[str, Any]], output: Path | None) -> None:
         for context, perplexity in result.get("contexts", {}).items():
             print(f"  context {context:>6}: perplexity {perplexity:.4f}")
     if output is not None and all("contexts" in result for result in scored.values()):
-        lines = {
-            name: {int(c): p for c, p in result["contexts"].items()}
-            for name, result in scored.items()
-        }
+        lines = {n: {int(c): p for c, p in r["contexts"].items()} for n, r in scored.items()}
         plot_contexts(output / "perplexity_by_context.png", lines)
 
 
@@ -208,9 +202,8 @@ def _task_manager(path: str | None) -> Any:
 
 
 def benchmarks(directory: str, args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Return task -> metric -> value of lm-evaluation-harness (extra ``lm-eval``), for the model as
-    transformers loads it, with its default attention. Raises ConfigError if the harness is
-    not installed, or a task or tokenizer is unknown."""
+    """Return task -> metric -> value of lm-evaluation-harness (extra ``lm-eval``). Raises
+    ConfigError if the harness is not installed, or a task or tokenizer is unknown."""
     import torch  # noqa: PLC0415
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
@@ -259,44 +252,26 @@ def build_parser() -> argparse.ArgumentParser:
     add("--model", **many, metavar="[NAME=]DIR", help="an exported model; may be repeated")
     add("--run", **many, metavar="[NAME=]DIR", help="a run to compare by its log; may be repeated")
     add("--output", type=Path, help="directory for evaluation.json and plots")
-    data = parser.add_argument_group("held-out documents")
-    data.add_argument("--data", help="prefix of the documents")
-    data.add_argument(
-        "--blend", metavar="FILE", help="manifest, to score the held-out documents of its sources"
-    )
-    data.add_argument(
-        "--index", help=".samples file of the documents (default: pack them on the fly)"
-    )
+    add = parser.add_argument_group("held-out documents").add_argument
+    add("--data", help="prefix of the documents")
+    blend = "manifest, to score the held-out documents of its sources"
+    add("--blend", metavar="FILE", help=blend)
+    add("--index", help=".samples file of the documents (default: pack them on the fly)")
     several: dict[str, Any] = {"type": int, "nargs": "+"}
-    data.add_argument(
-        "--buckets",
-        **several,
-        default=[1024, 2048, 4096, 8192, 16384],
-        help="capacities to pack them into (default: %(default)s)",
-    )
-    data.add_argument(
-        "--contexts", **several, default=[], help="context lengths to score, in tokens"
-    )
-    data.add_argument("--max-tokens", type=int, help="largest number of tokens per bucket")
-    data.add_argument(
-        "--micro-batch-tokens",
-        type=int,
-        default=16384,
-        help="tokens of one forward (default: 16384)",
-    )
-    data.add_argument(
-        "--precision", choices=["bf16", "fp32"], help="default: bf16 on CUDA, else fp32"
-    )
-    data.add_argument("--attention-backend", default="auto", help="as model.attention_backend")
-    harness = parser.add_argument_group("lm-evaluation-harness")
-    harness.add_argument("--lm-eval", metavar="TASKS", help="tasks, separated by commas")
-    harness.add_argument(
-        "--lm-eval-path", metavar="DIR", help="folder with YAML files of further tasks"
-    )
-    harness.add_argument(
-        "--tokenizer", help="directory or tokenizer.json (default: that of the model)"
-    )
-    harness.add_argument("--limit", type=int, help="documents per task")
+    buckets = [1024, 2048, 4096, 8192, 16384]
+    packed = "capacities to pack them into (default: %(default)s)"
+    add("--buckets", **several, default=buckets, help=packed)
+    add("--contexts", **several, default=[], help="context lengths to score, in tokens")
+    add("--max-tokens", type=int, help="largest number of tokens per bucket")
+    forward = "tokens of one forward (default: 16384)"
+    add("--micro-batch-tokens", type=int, default=16384, help=forward)
+    add("--precision", choices=["bf16", "fp32"], help="default: bf16 on CUDA, else fp32")
+    add("--attention-backend", default="auto", help="as model.attention_backend")
+    add = parser.add_argument_group("lm-evaluation-harness").add_argument
+    add("--lm-eval", metavar="TASKS", help="tasks, separated by commas")
+    add("--lm-eval-path", metavar="DIR", help="folder with YAML files of further tasks")
+    add("--tokenizer", help="directory or tokenizer.json (default: that of the model)")
+    add("--limit", type=int, help="documents per task")
     return parser
 
 

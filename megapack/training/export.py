@@ -74,10 +74,8 @@ def export(
     args: argparse.Namespace, config: PretrainConfig, world: World, output: Path, scratch: Path
 ) -> str:
     """Load a checkpoint as a resumed run would, write its model, return the checkpoint's name.
-
-    Raises ConfigError if the run keeps no average, ResumeError if the checkpoint does not exist or
-    its model differs from the configuration.
-    """
+    Raises ConfigError if the run keeps no average, ResumeError if there is no such checkpoint or
+    its model differs from the configuration."""
     if args.average and config.optimizer.ema_decay is None:
         raise ConfigError(f"{config.run_dir} keeps no average of weights (optimizer.ema_decay)")
     inputs = Inputs(config)
@@ -110,18 +108,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser = command_parser("megapack-export", __doc__)
     add = parser.add_argument
     add("run_dir", type=Path, help="directory of the run")
-    add(
-        "--average",
-        action="store_true",
-        help="export the average of the weights (optimizer.ema_decay)",
-    )
+    average = "export the average of the weights (optimizer.ema_decay)"
+    add("--average", action="store_true", help=average)
     add("--step", type=int, help="step of the checkpoint (default: the newest)")
-    add(
-        "--output",
-        type=Path,
-        metavar="DIR",
-        help="directory to write or replace (default: RUN_DIR/model)",
-    )
+    output = "directory to write or replace (default: RUN_DIR/model)"
+    add("--output", type=Path, metavar="DIR", help=output)
     add_overrides(parser)
     return parser
 

@@ -26,7 +26,6 @@ from megapack.training.command import (
     run_command,
     set_rank_environment,
 )
-from megapack.training.config import PretrainConfig
 
 LENGTHS = (
     "plan without a dataset: a .npy file with the tokens of each document, or "
@@ -48,7 +47,11 @@ def pretrain(args: argparse.Namespace) -> int:
     config = read_config(args.config, [*args.set, *branch])
     profile = None if args.profile is None else profiled_steps(args.profile)
     num_ranks = args.world_size or set_rank_environment(args.local_rank)
-    check_packages(config)
+    project = config.logging.wandb_project
+    if project is not None and importlib.util.find_spec("wandb") is None:
+        raise ConfigError(
+            f"logging.wandb_project is {project!r}, and wandb is missing: pip install wandb"
+        )
     config.data.check_ranks(num_ranks, config.engine.sequence_parallel_size)
     if args.dry_run:
         from megapack.training.dry_run import dry_run  # noqa: PLC0415
@@ -83,15 +86,6 @@ def profiled_steps(text: str) -> range:
     return range(int(begin), int(end))
 
 
-def check_packages(config: PretrainConfig) -> None:
-    """Check that the packages that the configuration needs are installed. Raises ConfigError."""
-    project = config.logging.wandb_project
-    if project is not None and importlib.util.find_spec("wandb") is None:
-        raise ConfigError(
-            f"logging.wandb_project is {project!r}, and wandb is missing: pip install wandb"
-        )
-
-
 def integers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
@@ -101,11 +95,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", required=True, help="YAML file, or name of a recipe: demo_cpu")
     add_overrides(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the plan and start nothing")
-    parser.add_argument(
-        "--profile",
-        metavar="BEGIN:END",
-        help="trace these steps, as in 100:105 (SIGUSR2 to a rank traces its next five)",
-    )
+    profile = "trace these steps, as in 100:105 (SIGUSR2 to a rank traces its next five)"
+    parser.add_argument("--profile", metavar="BEGIN:END", help=profile)
     parser.add_argument(
         "--branch-from",
         metavar="CHECKPOINT",
@@ -113,26 +104,14 @@ def build_parser() -> argparse.ArgumentParser:
         "its data order; if run_dir has checkpoints, the run resumes from them instead",
     )
     plan = parser.add_argument_group("options of a dry run").add_argument
-    plan(
-        "--world-size",
-        type=int,
-        metavar="RANKS",
-        help="number of ranks (default: as many as the launcher started, or 1)",
-    )
+    ranks = "number of ranks (default: as many as the launcher started, or 1)"
+    plan("--world-size", type=int, metavar="RANKS", help=ranks)
     plan("--device", metavar="NAME", help="estimate the time on H100, A800, ...")
-    plan(
-        "--gpu-price",
-        type=float,
-        metavar="PRICE",
-        help="price of one rank per hour, to estimate the cost",
-    )
+    price = "price of one rank per hour, to estimate the cost"
+    plan("--gpu-price", type=float, metavar="PRICE", help=price)
     plan("--lengths", metavar="SOURCE", help=LENGTHS)
-    plan(
-        "--buckets",
-        type=integers,
-        metavar="N,...",
-        help="buckets for --lengths, as in 1024,2048,4096",
-    )
+    buckets = "buckets for --lengths, as in 1024,2048,4096"
+    plan("--buckets", type=integers, metavar="N,...", help=buckets)
     plan("--show-config", action="store_true", help="print the full configuration, too")
     return parser
 

@@ -28,12 +28,7 @@ from megapack.training.engine.deepspeed_config import zero_3_configuration
 from megapack.training.engine.directory import CheckpointManifest, RunDirectory, tags_in, tokens_of
 from megapack.training.engine.engine import start_engine
 from megapack.training.engine.export import end_token, export_model, tokenizer_of
-from megapack.training.engine.inputs import (
-    Inputs,
-    check_run,
-    run_record,
-    verify_samples,
-)
+from megapack.training.engine.inputs import Inputs, check_run, run_record, verify_samples
 from megapack.training.engine.mirror import Mirror
 from megapack.training.engine.world import World, connect_ranks
 from megapack.training.model.architecture import attention_needs
@@ -47,8 +42,8 @@ logger = logging.getLogger("megapack")
 
 
 def start(config: PretrainConfig, num_ranks: int, profile: range | None) -> int:
-    """Check, train and export; return the exit code. Raises MegapackError and OSError before ranks
-    connect; later errors end the process."""
+    """Check, train and export; return the exit code. Raises only before ranks connect: later errors
+    end the process."""
     show_log()
     run = RunDirectory(config.run_dir)
     inputs, architecture, tokenizer = check_start(config, run, num_ranks, profile)
@@ -93,10 +88,8 @@ def start(config: PretrainConfig, num_ranks: int, profile: range | None) -> int:
 def check_start(
     config: PretrainConfig, run: RunDirectory, num_ranks: int, profile: range | None = None
 ) -> tuple[Inputs, Any, Any]:
-    """Open the inputs of a run and check that they fit together, before ranks connect.
-
-    Returns the inputs, the transformers configuration of the model, and the tokenizer.
-    """
+    """Open the inputs of a run and check that they fit together, before ranks connect. Returns the
+    inputs, the transformers configuration of the model, and the tokenizer."""
     check_directory(config.checkpoint, run)
     inputs = Inputs(config)
     check_mixing(config, inputs)
@@ -114,7 +107,7 @@ def check_start(
 
 def check_directory(section: CheckpointConfig, run: RunDirectory) -> None:
     """Check that the run may use or resume the checkpoints in its directory and its mirror. Raises
-    ConfigError or ResumeError if it may not, OSError if the mirror cannot be read."""
+    ConfigError or ResumeError, and OSError if the mirror cannot be read."""
     tags, never_resumes = tags_in(run.checkpoints), section.resume == "never"
     if never_resumes and tags:
         raise ConfigError(
@@ -198,11 +191,8 @@ def prepare(
     backend = choose_backend(
         attention_needs(architecture, world.device, dtype), config.model.attention_backend
     )
-    record = world.on_first(
-        lambda: run_record(
-            config, inputs, architecture, tokenizer=tokenizer, attention=backend.name
-        )
-    )
+    described = {"tokenizer": tokenizer, "attention": backend.name}
+    record = world.on_first(lambda: run_record(config, inputs, architecture, **described))
     start_step, changes = find_start(
         config, inputs, resume, record, logs=world.is_first, is_branch=resume_store is not store
     )
@@ -287,8 +277,7 @@ _FILES |= {"pretrained", "config", "tokenizer"}
 
 
 def check_ranks(config: PretrainConfig, world: World) -> None:
-    """Check that all ranks have the first rank's configuration; collective. Raises
-    RankMismatchError if a rank has a different one."""
+    """Raise RankMismatchError if the ranks have different configurations; collective."""
     values: dict[str, Any] = {}
     for section, tree in to_dict(config).items():
         for key, value in (tree if isinstance(tree, dict) else {section: tree}).items():
@@ -312,10 +301,7 @@ def find_checkpoint(
     at_most: int | None = None,
 ) -> tuple[Resume | None, CheckpointStore]:
     """Return the newest good checkpoint of the run, else of its mirror, else of its trunk, and the
-    store that loads it.
-
-    A rollback sets ``at_most``: checkpoints of more tokens are skipped.
-    """
+    store that loads it. A rollback skips checkpoints of more than ``at_most`` tokens."""
     section, is_rollback, resume = config.checkpoint, at_most is not None, None
 
     def is_before(tag: str) -> bool:
@@ -347,8 +333,7 @@ def find_checkpoint(
 def with_decisions(
     config: PretrainConfig, inputs: Inputs, decisions: Decisions | None, resume: Resume | None
 ) -> Inputs:
-    """Return the inputs with the run's decisions applied. If the run has none (a branch, or a run
-    whose disk was lost), apply those of the checkpoint."""
+    """Return the inputs with the run's decisions; without any, with those of the checkpoint."""
     tree = None if resume is None else resume.manifest.state.get("decisions")
     if decisions is None and tree is not None:
         decisions = from_dict(Decisions, tree, where="decisions of the checkpoint")
@@ -358,8 +343,7 @@ def with_decisions(
 def check_newest(
     config: PretrainConfig, run: RunDirectory, inputs: Inputs, architecture: Any, tokenizer: Any
 ) -> None:
-    """Check a dry run against the checkpoint that a real start would resume from; reads only
-    its manifest. Raises ResumeError if the two do not fit."""
+    """Check a dry run against the manifest of the checkpoint from which a start would resume."""
     tags, origin = tags_in(run.checkpoints), config.checkpoint.branch_from
     newest = run.checkpoints / tags[-1] if tags else origin and Path(origin)
     if newest and not config.checkpoint.fallback:
@@ -386,11 +370,8 @@ def find_start(
         logs: log the differences; True on one rank only.
         is_branch: the checkpoint belongs to the run that this one branches from.
 
-    Returns:
-        First step to train (0 without a checkpoint), and changes of the order of samples.
-
-    Raises:
-        ResumeError: the checkpoint was written with different settings, or is beyond the last step.
+    Returns the first step to train, and changes of the order of samples. Raises ResumeError if the
+    checkpoint was written with different settings, or is beyond the last step.
     """
     if resume is None:
         return 0, []

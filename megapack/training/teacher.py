@@ -126,7 +126,7 @@ def check_model(
     config: ModelConfig, datasets: Sequence[IndexedDataset], args: argparse.Namespace
 ) -> Any:
     """Return the transformers configuration of the teacher. Raises ConfigError if it lacks token
-    ids of the data or positions for a window, or if there are fewer than k token ids."""
+    ids of the data, positions for a window, or k token ids."""
     sizes = [dataset.vocab_size for dataset in datasets if dataset.vocab_size is not None]
     architecture = model_configuration(config, max(sizes, default=1))
     for dataset in datasets:
@@ -206,8 +206,8 @@ class WindowPlan:
 
 
 def _filled(sizes: Ids, capacity: int) -> Ids:
-    """Return the boundaries of consecutive groups of at most ``capacity``, each as large as
-    possible."""
+    """Return the boundaries of consecutive groups of at most ``capacity``, each as large as it can
+    be."""
     ends = np.concatenate([[0], np.cumsum(sizes)])
     boundaries = [0]
     while boundaries[-1] < len(sizes):
@@ -287,11 +287,9 @@ class Job:
             world.on_first(lambda: self.publish(folder, digest))
 
     def begin(self, folder: Path, described: dict[str, Any], stack: ExitStack) -> None:
-        """Create or continue the folder of parts, and lock it until ``stack`` ends.
-
-        Raises ConfigError if a column exists already or the disk is too small, LockedError if the
-        same job is running.
-        """
+        """Create or continue the folder of parts, and lock it until ``stack`` ends. Raises
+        ConfigError if a column exists already or the disk is too small, LockedError if the same job
+        is running."""
         prefix, names = self.dataset.prefix, (self.args.ids, self.args.logits)
         existing = [name for name in names if name in self.dataset.columns]
         # A folder with parts: the job was killed, perhaps while it added the columns.
@@ -314,7 +312,6 @@ class Job:
             )
 
     def show(self, at_start: Sequence[int], missing: Sequence[int], seconds: float) -> None:
-        """Print the progress of all ranks."""
         total, left = self.dataset.num_tokens, self.tokens_in(missing)
         speed = (self.tokens_in(at_start) - left) / seconds
         remaining = timedelta(seconds=round(left / speed)) if speed else "unknown time"
@@ -332,19 +329,13 @@ class Job:
         lengths = self.dataset.document_lengths.tolist()
         for place, (name, spec) in enumerate(self.columns):
             rows = by_document((self.read(folder, part)[place] for part in self.parts), lengths)
-            add_column(
-                self.dataset.prefix,
-                name,
-                rows,
-                spec,
-                overwrite=self.args.overwrite,
-                metadata={"teacher": facts},
-            )
+            options: Any = {"overwrite": self.args.overwrite, "metadata": {"teacher": facts}}
+            add_column(self.dataset.prefix, name, rows, spec, **options)
         remove_own_folder(folder)
-        names = " and ".join(
-            f"{name} ({spec.dtype} [{self.args.top_k}])" for name, spec in self.columns
+        kinds = [f"{name} ({spec.dtype} [{self.args.top_k}])" for name, spec in self.columns]
+        print(
+            f"{self.dataset.prefix}: {' and '.join(kinds)} for {self.dataset.num_tokens:,} tokens"
         )
-        print(f"{self.dataset.prefix}: {names} for {self.dataset.num_tokens:,} tokens")
 
     # ---- Parts
 
@@ -358,7 +349,6 @@ class Job:
         return range(len(self.plan.rows) - 1)
 
     def tokens_in(self, parts: Sequence[int]) -> int:
-        """Return the number of rows in these parts."""
         return int(np.diff(self.plan.rows)[np.asarray(parts, np.int64)].sum())
 
     def missing(self, folder: Path) -> list[int]:
@@ -396,8 +386,8 @@ class Job:
         return ids, logits
 
     def inputs(self, windows: range) -> tuple[tuple[NDArray[Any], ...], Ids, Ids]:
-        """Return the inputs of a forward pass (tokens, position ids ``[1, T]`` and cu_seqlens), the
-        positions whose outputs become rows, and the numbers of these rows."""
+        """Return tokens and position ids ``[1, T]`` and cu_seqlens of a forward pass, the positions
+        whose outputs become rows, and the numbers of these rows."""
         plan, num_tokens = self.plan, self.args.forward_tokens
         tokens = np.zeros((1, num_tokens), np.int64)
         lengths, positions, rows, at = [], [], [], 0
@@ -464,34 +454,18 @@ def build_parser() -> argparse.ArgumentParser:
     add("--model", required=True, metavar="DIR", help="the teacher, a transformers checkpoint")
     add("--data", required=True, nargs="+", metavar="PREFIX", help="datasets to add columns to")
     add("--top-k", type=int, default=64, metavar="K", help="tokens per row (default: 64)")
-    add(
-        "--dtype",
-        choices=["bfloat16", "float16", "float32"],
-        default="bfloat16",
-        help="of the log-probabilities (default: bfloat16)",
-    )
+    dtypes, of = ["bfloat16", "float16", "float32"], "of the log-probabilities (default: bfloat16)"
+    add("--dtype", choices=dtypes, default="bfloat16", help=of)
     add("--ids", default=columns.ids, metavar="NAME", help="column of ids (default: %(default)s)")
     add("--logits", default=columns.logits, metavar="NAME", help="default: %(default)s")
     add("--overwrite", action="store_true", help="replace columns of these names")
     add("--context", type=int, default=4096, help="tokens per window (default: 4096)")
-    add(
-        "--overlap",
-        type=int,
-        default=1024,
-        help="tokens that a window repeats of the one before (default: 1024)",
-    )
-    add(
-        "--forward-tokens",
-        type=int,
-        default=16384,
-        help="tokens of one forward, padding included (default: 16384)",
-    )
-    add(
-        "--part-tokens",
-        type=int,
-        default=1 << 18,
-        help="tokens after which a rank keeps its work on disk (default: 262144)",
-    )
+    for name, default, meaning in (
+        ("--overlap", 1024, "tokens that a window repeats of the one before"),
+        ("--forward-tokens", 16384, "tokens of one forward, padding included"),
+        ("--part-tokens", 1 << 18, "tokens after which a rank keeps its work on disk"),
+    ):
+        add(name, type=int, default=default, help=f"{meaning} (default: {default})")
     add("--precision", choices=["bf16", "fp32"], help="default: bf16 on CUDA, else fp32")
     add("--attention-backend", default="auto", help="as model.attention_backend")
     return parser

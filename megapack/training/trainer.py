@@ -58,18 +58,14 @@ class TimedBatches:
         """Attention work of the busiest rank over the mean, in the current step."""
 
     def steps(self) -> Iterator[tuple[int, Iterator[Batch]]]:
-        """Yield every step with an iterator over this rank's micro batches.
-
-        Each batch is gathered on request, so the update of a step does not wait for the first batch
-        of the next one.
-        """
+        """Yield every step with an iterator over this rank's micro batches. Each batch is gathered
+        on request, so an update does not wait for the next step's first batch."""
         batches = self._batches()
         for first in batches:
             following = itertools.islice(batches, first["num_micro_steps"] - 1)
             yield int(first["step"]), itertools.chain([first], following)
 
     def close(self) -> None:
-        """Stop the threads that prepare batches."""
         if isinstance(self._iterator, Generator):
             self._iterator.close()
 
@@ -85,7 +81,6 @@ class TimedBatches:
             yield batch
 
     def waited(self) -> float:
-        """Return the seconds waited since the last call."""
         waited, self._waited = self._waited, 0.0
         return waited
 
@@ -99,7 +94,6 @@ class BatchTrace:
         self._path = directory.batches / f"rank_{world.rank:05d}.jsonl"
 
     def follow(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield the batches; log each one."""
         for batch in batches:
             line = {name: batch[name] for name in ("step", "micro_step", "bucket", "capacity")}
             line["tokens_seen"] = self._schedule.tokens_before(line["step"] + 1)
@@ -166,7 +160,6 @@ class Trainer:
         self.set_step(start)
 
     def set_step(self, done: int) -> None:
-        """Record that ``done`` optimizer steps are complete."""
         self.done, self.tokens_seen = done, self.inputs.schedule.tokens_before(done)
         self.run_dir.steps = {"step": done, "saved": self.saved}
         self.world.progress.at(f"the end of step {done - 1}")
@@ -249,11 +242,8 @@ class Trainer:
         self.monitor.step(line, content=content, work=work, result=result)
 
     def probe(self) -> None:
-        """Probe the model (``megapack.attention.probe``) on a micro batch of a small bucket.
-
-        The first micro batch is unsuitable: it has the largest bucket, where one document may fill
-        a row.
-        """
+        """Probe the model (``megapack.attention.probe``) on a micro batch of a small bucket: in the
+        largest bucket, that of the first micro batch, one document may fill a row."""
         self.to_probe = False
         end = min(self.done + PROBE_STEPS, self.end)
         step = self.inputs.schedule.shortest_step(self.done, end)
@@ -322,12 +312,9 @@ class Trainer:
         return inputs
 
     def check_files(self, inputs: Inputs | None = None) -> None:
-        """Check that the data files are those that the run started with; collective.
-
-        Without freshly opened ``inputs``, opens the files only if the inode, size or modification
-        time of one changed. Raises ResumeError if the samples or bytes of a source or the manifest
-        of the blend changed.
-        """
+        """Check that the data files are those that the run started with; collective. Without
+        freshly opened ``inputs``, opens the files only if the inode, size or modification time of
+        one changed. Raises ResumeError if samples, bytes or the manifest changed."""
         problem = None
         stamps = self.inputs.file_stamps()
         if inputs is not None or stamps != self.stamps:
@@ -384,7 +371,6 @@ class Trainer:
         self.resume(inputs, start)
 
     def restore_monitors(self, state: Mapping[str, Any], start: int) -> None:
-        """Set the monitor and the spike watch to the state of a checkpoint."""
         self.monitor.begin(start)
         if self.watch is not None:
             self.watch.restore(state.get("watch", {}))
@@ -433,8 +419,7 @@ class Trainer:
         return done == self.inputs.num_steps or (every is not None and done % every == 0)
 
     def not_validated(self) -> bool:
-        """Return True if the last step was not validated, because a signal stopped the run."""
-        path = self.run_dir.evaluation
+        path = self.run_dir.evaluation  # a signal may have stopped the run before it
         lines = read_jsonl(path) if path.exists() else ()
         return all(line["step"] != self.done for line in lines)
 
@@ -474,7 +459,6 @@ class Trainer:
         return config.learning_rate.at(step, num_steps=num_steps, peak=config.optimizer.lr)
 
     def save(self) -> None:
-        """Start a checkpoint of the current step."""
         if self.begun == self.done:
             return
         self.finish_save()
@@ -503,7 +487,6 @@ class Trainer:
             self.finish_save()
 
     def finish_save(self) -> None:
-        """Wait for the checkpoint that was started, and publish it."""
         tag = self.store.finish()
         if tag is None:
             return

@@ -1,11 +1,9 @@
 """Validation: perplexity of held-out documents. Each token is scored once, within its document.
 
-Samples come from a packed index, so validation runs at the speed of training. Every token but the
-first of a document has a label, also if a segment begins inside a document. So the same tokens are
-scored for every capacity, and the results are comparable.
-
-With ``engine.sequence_parallel_size``, ranks share samples that are too long for the forward pass
-of one rank, as in training. A rank then sums the losses of its slices.
+Every token but the first of a document has a label, also if a segment begins inside a document. So
+the same tokens are scored for every capacity, and the results are comparable. With
+``engine.sequence_parallel_size``, ranks share samples that are too long for the forward pass of one
+rank, as in training; each then sums the losses of its slices.
 
     validate(model, data, world=world, config=config, micro_batch_tokens=16384).report()
     # -> {"loss": 2.87, "perplexity": 17.6, "label_tokens": 1043210, "bucket_loss": {...}}
@@ -44,7 +42,6 @@ class ValidationResult:
 
     @staticmethod
     def together(results: Iterable[ValidationResult]) -> ValidationResult:
-        """Return one result for the documents of all results."""
         sums: dict[int, float] = {}
         counts: dict[int, int] = {}
         for result in results:
@@ -61,7 +58,6 @@ class ValidationResult:
 
     @property
     def perplexity(self) -> float:
-        """``exp(loss)``."""
         return math.inf if self.loss >= 700 else math.exp(self.loss)
 
     def report(self) -> dict[str, Any]:
@@ -124,10 +120,8 @@ def validate(
 def validate_sources(
     model: Any, data: PackedDataset | None, sources: Mapping[str, PackedDataset], **how: Any
 ) -> ValidationResult:
-    """Score ``data`` and every source; collective. ``how``: further arguments of ``validate``.
-
-    Without ``data``, the result sums up all sources; then there must be at least one.
-    """
+    """Score ``data`` and every source; collective. Without ``data``, the result sums up all
+    sources. ``how``: further arguments of ``validate``."""
     results = {name: validate(model, source, **how) for name, source in sources.items()}
     if data is None:
         return replace(ValidationResult.together(results.values()), sources=results)
@@ -137,11 +131,9 @@ def validate_sources(
 def perplexity_by_context(
     model: Any, dataset: IndexedDataset, contexts: Sequence[int], **how: Any
 ) -> dict[int, ValidationResult]:
-    """Score the same documents with different context lengths (BucketLLM, Figure 3).
-
-    With context C, a document longer than C is scored in independent chunks of C tokens. The scored
-    tokens are the same for every C. ``how``: further arguments of ``validate``.
-    """
+    """Score the same documents with different context lengths (BucketLLM, Figure 3): a document
+    longer than context C is scored in independent chunks of C tokens. ``how``: arguments of
+    ``validate``."""
     result = {}
     for context in contexts:
         samples = pack(dataset.document_lengths, "bucket", buckets=[context])

@@ -221,7 +221,7 @@ def test_mirror_uploads_the_manifest_last(tmp_path: Path, monkeypatch: pytest.Mo
     mirror.keep_only(directory, [])
     gate = Event()
     monkeypatch.setattr(
-        "megapack.training.engine.mirror.put_object", lambda *a: gate.wait() and put_object(*a)
+        "megapack.storage.remote.client.put_object", lambda *a: gate.wait() and put_object(*a)
     )
     for tag in tags:
         mirror.copy(directory, tags, tag)

@@ -181,9 +181,9 @@ class NeoXProvider:
     def _build(
         self, splits: Iterable[Any], seq_length: int, seed: int, *, with_labels: bool = False
     ) -> tuple[TextRowDataset | None, ...]:
-        """Return rows of train, valid and test; with_labels adds ``label`` if a source is a
-        ``LabeledSource``. ``splits``: manifest or None, fractions of documents, numbers of rows and
-        epochs."""
+        """Return rows of train, valid and test. ``splits``: manifest or None, fractions of
+        documents, numbers of rows and epochs; with_labels adds ``label`` if a source is a
+        ``LabeledSource``."""
         datasets: list[TextRowDataset | None] = []
         for manifest, split, num_rows, num_epochs in splits:
             if manifest is None:
@@ -269,8 +269,7 @@ def install(*, varlen: bool = True, full_validation: bool = False) -> None:
 
     Args:
         varlen: attention, positions and loss mask per segment (needs flash attention and one
-            pipeline stage); without it documents of a row attend to each other, as in stock
-            NeoX.
+            pipeline stage); without it documents of a row attend to each other, as in stock NeoX.
         full_validation: an evaluation reads every document of its set once and ignores
             ``eval_iters`` (unless it is 0: no evaluation); its loss is the mean over all labels.
     """

@@ -24,14 +24,7 @@ from megapack.integrations.dialects import MEGATRON_DEEPSPEED
 from megapack.integrations.host import Rebinding, check_options
 from megapack.integrations.rows import text_rows as segments
 from megapack.integrations.rows.dataset import RowOptions
-from megapack.integrations.rows.text_rows import (
-    TextRowDataset,
-    build_text_rows,
-    manifest_of_list,
-    shared_rows,
-    split_bounds,
-    whole_sets,
-)
+from megapack.integrations.rows.text_rows import TextRowDataset
 
 __all__ = ["build_train_valid_test_datasets", "install", "uninstall"]
 
@@ -62,9 +55,9 @@ def build_train_valid_test_datasets(
     for options that exclude each other.
 
     Args:
-        data_prefix: prefix, manifest, or weight prefix weight prefix ..., split by splits_string.
+        data_prefix: prefix, manifest, or weight prefix weight prefix ..., split by splits_string;
+            or None, with train_data_prefix, valid_data_prefix, test_data_prefix.
         train_valid_test_num_samples: rows of each split; None: one epoch.
-        train_data_prefix, valid_data_prefix, test_data_prefix: alternatives to data_prefix.
         data_cache_path: directory of the sample index; None: in the first source's folder.
         varlen: add keys for boundaries, positions and loss mask.
         rows_per_block: None: the manifest's, else the global batch size of ``get_args()``.
@@ -73,7 +66,7 @@ def build_train_valid_test_datasets(
     del data_impl, skip_warmup
     check_options({"return_doc_ids": (return_doc_ids, None, "a packed row has many documents")})
     if data_prefix is not None:
-        bounds = split_bounds(splits_string or "1")
+        bounds = segments.split_bounds(splits_string or "1")
         paths: list[Any] = [data_prefix] * 3
     else:
         bounds = [(0.0, 1.0)] * 3
@@ -81,18 +74,18 @@ def build_train_valid_test_datasets(
     evaluations: list[int | None] = [None] * 3
     if full_validation:  # at most one evaluation after every step and one at the end
         evaluations[1:] = [importlib.import_module("megatron").get_args().train_iters + 1] * 2
-    train, valid, test = (
-        None
-        if path is None
-        else build_text_rows(
-            manifest := manifest_of_list(path),
-            RowOptions(
-                sequence_length=seq_length,
-                rows_per_block=_global_batch()
-                if times
-                else rows_per_block or manifest.rows_per_block or _global_batch(),
-                seed=seed,
-            ),
+    parts: list[TextRowDataset | None] = []
+    splits = zip(paths, bounds, train_valid_test_num_samples, evaluations, strict=True)
+    for path, split, num_rows, times in splits:
+        manifest = None if path is None else segments.manifest_of_list(path)
+        if manifest is None:
+            parts.append(None)
+            continue
+        block = None if times else rows_per_block or manifest.rows_per_block
+        sizes: Any = {"sequence_length": seq_length, "rows_per_block": block or _global_batch()}
+        rows = segments.build_text_rows(
+            manifest,
+            RowOptions(**sizes, seed=seed),
             MEGATRON_DEEPSPEED,
             split=split,
             num_rows=num_rows,
@@ -100,18 +93,16 @@ def build_train_valid_test_datasets(
             varlen=varlen,
             times=times,
         )
-        for path, split, num_rows, times in zip(
-            paths, bounds, train_valid_test_num_samples, evaluations, strict=True
-        )
-    )
+        parts.append(rows)
+    train, valid, test = parts
     if full_validation:
-        whole_sets((valid, test))
+        segments.whole_sets((valid, test))
     return train, valid, test
 
 
 def _global_batch() -> int:
     args = importlib.import_module("megatron").get_args()
-    return shared_rows(args.global_batch_size, getattr(args, "rampup_batch_size", None))
+    return segments.shared_rows(args.global_batch_size, getattr(args, "rampup_batch_size", None))
 
 
 def install(*, varlen: bool = True, full_validation: bool = False) -> None:
@@ -171,7 +162,7 @@ def _evaluate_whole_sets() -> None:
         check_options({"--rampup-batch-size": (host.rampup_batch_size, None, reason)})
         loaders = stock_loaders(*args, **kwargs)
         parts = [None if loader is None else loader.dataset for loader in loaders[1:]]
-        host.eval_iters = segments.of_first_rank(whole_sets(parts))
+        host.eval_iters = segments.of_first_rank(segments.whole_sets(parts))
         return loaders
 
     @functools.wraps(averaged)

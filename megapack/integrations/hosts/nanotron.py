@@ -3,17 +3,15 @@
     trainer = DistributedTrainer("config.yaml")           # data_stages: one, with dataset: null
     trainer.train(packed(trainer, "corpus.json"))
 
-nanotron's Qwen2 derives the boundaries of its flash-attention from ``position_ids`` that are 0.
-
-Its loss is a mean of means: the mean over the labels of each micro batch, averaged over micro
-batches and ranks. Packed rows have different numbers of labels. Example: a step of two micro
-batches:
+nanotron's Qwen2 derives the boundaries of its flash-attention from ``position_ids`` that are 0. Its
+loss is the mean over the labels of each micro batch, averaged over micro batches and ranks. Packed
+rows have different numbers of labels, so ``packed`` divides by the step's mean number of labels:
 
     labels         100      300      sum of losses 600 over 400 labels
     nanotron       300/100  300/300  mean of means 2
     ``packed``     300/200  300/200  mean over labels 1.5
 
-so ``packed`` divides by the step's mean number of labels. docs/guides/nanotron.md has the limits.
+docs/guides/nanotron.md has the limits.
 """
 
 from __future__ import annotations

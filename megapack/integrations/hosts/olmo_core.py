@@ -6,17 +6,15 @@
     config.build(train_module, loader).fit()
 
 OLMo-core takes a rank's whole step and cuts it into micro batches; ``doc_lens`` and
-``max_doc_lens`` become the boundaries of its flash-attention.
-
-Its loss is a mean over the labels of each rank, and its gradient a mean over ranks. Packed rows
-have fewer labels than tokens, and a different number per rank: if two ranks have losses 3 and 1,
+``max_doc_lens`` become the boundaries of its flash-attention. Its loss is a mean over the labels of
+each rank, and its gradient a mean over ranks. Packed rows have a different number of labels per
+rank, so ``PackedOlmoCallback`` divides by the mean label count of all ranks: for losses 3 and 1,
 
     labels                          100      300       sum of losses 600 over 400 labels
     OLMo-core                       300/100  300/300   mean over ranks 2
     with ``PackedOlmoCallback``     300/200  300/200   mean over labels 1.5
 
-so ``PackedOlmoCallback`` divides by the mean label count of all ranks. docs/guides/olmo_core.md has
-the limits.
+docs/guides/olmo_core.md has the limits.
 """
 
 from __future__ import annotations
@@ -151,7 +149,6 @@ class PackedOlmoLoader(DataLoaderBase):  # type: ignore[misc]  # not installed w
                     break
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of ``RankRows``, the same on all ranks, and the epoch."""
         return {**self.ranks.state_dict(), "epoch": self._epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -38,18 +38,9 @@ from megapack.attention.experts import LoadBalancing
 from megapack.attention.probe import probe
 from megapack.attention.routes import COLUMN, check_replay, replay_routes, routes_shape
 from megapack.attention.transformers_interface import add_segment_numbers
-from megapack.data import Batch, PackedDataset, Schedule, check_token_ids
+from megapack.data import Batch, PackedDataset, Schedule, check_token_ids, resume
 from megapack.data.batch import MTP_TARGETS
 from megapack.data.report import check_labels
-from megapack.data.resume import (
-    ORDER_FIELDS,
-    check_record,
-    content_digests,
-    flatten,
-    model_record,
-    rate_change,
-    tokenizer_digest,
-)
 from megapack.errors import ConfigError, MegapackWarning
 from megapack.integrations.dialects import IGNORED
 from megapack.integrations.host import check_options
@@ -198,17 +189,9 @@ class ScheduleOfRun(transformers.TrainerCallback, ExportableState):  # type: ign
         attributes = {"saved": saved, "saved_record": self.record, "saved_rates": self.rates}
         return {"args": {}, "attributes": attributes}
 
-    def on_train_begin(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,
-        train_dataloader: Any = None,
-        lr_scheduler: Any = None,
-        **run: Any,
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **run: Any) -> None:
         del control
-        batches = getattr(train_dataloader, "dataset", None)
+        batches = getattr(run.get("train_dataloader"), "dataset", None)
         self.schedule, self.step = getattr(batches, "schedule", None), state.global_step
         if self.schedule is not None and batches is not None:
             self.record = _record(args, batches.dataset, run)
@@ -216,25 +199,23 @@ class ScheduleOfRun(transformers.TrainerCallback, ExportableState):  # type: ign
         kept = state.stateful_callbacks.setdefault(type(self).__name__, self.state())["attributes"]
         if self.schedule is None or not kept["saved"] or not self.step:
             return
-        allowed_order = [name for name in self.allow_change if name in ORDER_FIELDS]
+        allowed_order = [name for name in self.allow_change if name in resume.ORDER_FIELDS]
         changes = self.schedule.check_state(kept["saved"], allowed_order)
         if self.record is not None:
             option = "PackedTrainer.allow_change"
             saved, allowed = kept.get("saved_record"), self.allow_change
-            changes += check_record(self.record, saved, allowed, option=option)
+            changes += resume.check_record(self.record, saved, allowed, option=option)
         for change in changes:
             logger.warning("the run has changed: %s", change)
         # Trainer takes the next step with the checkpoint's rate: compare the rates after that.
-        self.rates = _rates_after_next(lr_scheduler)
+        self.rates = _rates_after_next(run.get("lr_scheduler"))
         for now, before in zip(self.rates, kept.get("saved_rates", ()), strict=False):
-            for change in rate_change(self.step + 1, now, before):
+            for change in resume.rate_change(self.step + 1, now, before):
                 logger.warning("%s", change)
 
-    def on_step_end(
-        self, args: Any, state: Any, control: Any, lr_scheduler: Any = None, **run: Any
-    ) -> None:
-        del args, control, run
-        self.step, self.rates = state.global_step, _rates_after_next(lr_scheduler)
+    def on_step_end(self, args: Any, state: Any, control: Any, **run: Any) -> None:
+        del args, control
+        self.step, self.rates = state.global_step, _rates_after_next(run.get("lr_scheduler"))
 
 
 def _rates_after_next(scheduler: Any) -> tuple[float, ...]:
@@ -251,17 +232,17 @@ def _record(args: Any, dataset: PackedDataset, run: Mapping[str, Any]) -> dict[s
     ``run`` has the ``model`` and ``processing_class`` of a callback."""
     model = bare_model(getattr(run["model"], "_orig_mod", run["model"]))
     values = {name: v for name, v in args.to_dict().items() if not name.startswith(_NO_EFFECT)}
-    record = flatten(values, "args.")
+    record = resume.flatten(values, "args.")
     if isinstance(model, transformers.PreTrainedModel):
         text = model.config.get_text_config(decoder=True)
-        record |= model_record(model.config)
+        record |= resume.model_record(model.config)
         record["model.attention"] = text._attn_implementation
         record["model.dtype"] = str(model.dtype)
     tokenizer = run.get("processing_class")
     if hasattr(tokenizer, "get_vocab"):
-        record["model.tokenizer"] = tokenizer_digest(tokenizer)
+        record["model.tokenizer"] = resume.tokenizer_digest(tokenizer)
     record |= {f"data.{name}": value for name, value in dataset._options.items()}
-    record["data.content"] = content_digests(dataset)
+    record["data.content"] = resume.content_digests(dataset)
     resolved: dict[str, Any] = json.loads(json.dumps(record, default=str))
     return resolved
 
@@ -300,7 +281,6 @@ class PackedTrainerMixin:
     _lengths: Tensor | None = None  # for every token, the length of its document
 
     def _check_dataset(self, dataset: PackedDataset, longest: int | None = None) -> None:
-        """Check the model for a dataset (``check_model``) before its first batch."""
         half = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None
         check_model(self.model, dataset, device=self.args.device, dtype=half, longest=longest)
 

@@ -1,28 +1,25 @@
 """Rows of one length for hosts with fixed shapes, in an order that suits their samplers.
 
 A row of R tokens holds ``R // capacity`` samples of one bucket. A block of rows is one step of the
-``Schedule``: its rows share a bucket, and its samples are assigned so that every row has nearly the
-same attention work. If the ranks of a host read consecutive rows, and the rows of a micro step
-divide the block, all ranks have the same bucket at every micro step. A row is a pure function of
-(documents, options, seed, position), so a host resumes from its count of consumed samples, on any
-number of ranks.
+``Schedule``: its rows share a bucket, and have nearly the same attention work. If the ranks of a
+host read consecutive rows, and the rows of a micro step divide the block, all ranks have the same
+bucket at every micro step. A row is a pure function of (documents, options, seed, position), so a
+host resumes from its count of consumed samples, on any number of ranks. A stage added on resume
+changes no earlier row (the host saves a count, so nothing detects an edit of earlier stages).
 
 A finite set (evaluation) has every sample once: with 5 samples of a bucket, in blocks of 2 rows of
 2 samples, the first block has 4 samples; the second has a row with one sample and an empty row.
 Missing samples are padding without labels, so all batches are full, and sums of losses and labels
 stay exact.
-
-The steps of a manifest's stages are blocks. A stage added on resume changes no earlier row. (The
-host saves a count, not the program, so nothing detects an edit of earlier stages.)
 """
 
 from __future__ import annotations
 
 import abc
 import weakref
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from itertools import groupby
 from typing import Any, Literal, NamedTuple, NoReturn
 from uuid import uuid4
@@ -188,8 +185,9 @@ class RowDataset(GatheredRows, Dataset[dict[str, Tensor]]):
             finite=self.finite,
         )
         self.rows_per_epoch = self.schedule.num_steps(1) * self.options.rows_per_block
-        self._blocks: OrderedDict[int, Block] = OrderedDict()
-        self._layouts: dict[int, BatchLayout] = {}
+        # Caches; a pin_memory thread uses them, too.
+        self._block = lru_cache(BLOCKS_IN_MEMORY)(self._make_block)
+        self._layout = cache(self._make_layout)
         self._buffers = ReusedBuffers(self.packed.columns)
         self._last_first_row = 0
 
@@ -263,7 +261,6 @@ class RowDataset(GatheredRows, Dataset[dict[str, Tensor]]):
         return number
 
     def _gather(self, block: int, within: list[int]) -> dict[str, Tensor]:
-        """Return rows of one block, given by their numbers within it."""
         step, places = self._block(block)
         positions = places[within].reshape(-1)
         if self.finite:
@@ -285,23 +282,18 @@ class RowDataset(GatheredRows, Dataset[dict[str, Tensor]]):
         rows = {name: batch[name] for name in (*ROW_KEYS, *self.packed.columns, *names)}
         return rows | {"max_seqlen": _longest(batch, names[-1])}
 
-    def _layout(self, num_rows: int) -> BatchLayout:
-        if num_rows not in self._layouts:
-            row = self.options.sequence_length
-            self._layouts[num_rows] = BatchLayout(
-                micro_batch_tokens=num_rows * row,
-                kind="rows",
-                row_tokens=row,
-                cu_seqlens=self.options.cu_seqlens,
-                num_cu_seqlens=row + 1 if self.options.cu_seqlens == "padded" else None,
-                cu_seqlens_per_row=True,
-            )
-        return self._layouts[num_rows]
+    def _make_layout(self, num_rows: int) -> BatchLayout:
+        row = self.options.sequence_length
+        return BatchLayout(
+            micro_batch_tokens=num_rows * row,
+            kind="rows",
+            row_tokens=row,
+            cu_seqlens=self.options.cu_seqlens,
+            num_cu_seqlens=row + 1 if self.options.cu_seqlens == "padded" else None,
+            cu_seqlens_per_row=True,
+        )
 
-    def _block(self, number: int) -> Block:
-        block = self._blocks.get(number)
-        if block is not None:
-            return block
+    def _make_block(self, number: int) -> Block:
         step, size = self.schedule.step(number), self.options.rows_per_block
         num_samples = size * (self.options.sequence_length // step.capacity)
         if (missing := num_samples - len(step.sample_ids)) > 0:
@@ -310,11 +302,7 @@ class RowDataset(GatheredRows, Dataset[dict[str, Tensor]]):
         else:
             costs = self.packed.samples.attention_cost(step.sample_ids, step.capacity, step.view)
             places = equal_groups(costs, num_samples // size)
-        # Do not read the block back from the dict: a pin_memory thread may evict it at any time.
-        block = self._blocks[number] = Block(step, places)
-        while len(self._blocks) > BLOCKS_IN_MEMORY:
-            self._blocks.popitem(last=False)
-        return block
+        return Block(step, places)
 
 
 def _refuse_weights(what: str, option: str) -> NoReturn:

@@ -266,7 +266,6 @@ def build_index(dataset: IndexedDataset, recipe: Recipe) -> SampleIndex:
 
 
 def open_documents(manifest: Manifest) -> list[SourceDocuments]:
-    """Return the documents of a manifest, memory-mapped; shards are opened at first use."""
     return [source.open_documents() for source in manifest.sources]
 
 
@@ -286,8 +285,8 @@ def open_rows(
     MegapackError or OSError for sources that cannot be read or packed.
 
     Args:
-        manifest: sources and packing options; its seed, rows_per_block, align and cache_directory
-            take precedence over those of the host.
+        manifest: its seed, rows_per_block, align and cache_directory take precedence over those of
+            the host.
         datasets: ``open_documents(manifest)``.
         split: part of every source's documents, as fractions; (0.99, 1.0) is the last percent.
             Stages and fill-in-the-middle apply only to a part that begins with the first document

@@ -5,16 +5,14 @@
 - ``MicroBatches``: for transformers' Trainer and its subclasses, which index a dataset.
 - ``model_inputs``: a batch under the argument names of a transformers model.
 
-``RankRows`` with two ranks and micro batches of 3 rows, then three ranks and micro batches of 2, in
+The rows of a step do not depend on ranks or micro batch size, so a checkpoint of ``RankRows`` has
+only their count and the program. Two ranks with micro batches of 3 rows, then three with 2, in
 blocks of 12 rows (one step, all of one bucket):
 
     micro step   0        1        saved: consumed_rows 12     0       1
     rank 0       0 1 2    6 7 8                                12 13   18 19
     rank 1       3 4 5    9 10 11                              14 15   20 21
     rank 2                                                     16 17   22 23
-
-The rows of a step do not depend on ranks or micro batch size, so a checkpoint has only the count
-and the program.
 
 ``model_inputs`` of documents of 3 and 2 tokens and 3 tokens of padding, in one row of 8:
 
@@ -40,24 +38,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from megapack.attention.experts import token_mask
 from megapack.attention.probe import probe
-from megapack.data import (
-    Batch,
-    BatchLayout,
-    BucketBatchSampler,
-    MicroBatch,
-    PackedDataset,
-    Schedule,
-)
+from megapack.data import Batch, BatchLayout, BucketBatchSampler, MicroBatch, PackedDataset
 from megapack.data.loader import prefetch_remote
+from megapack.data.schedule import Schedule
 from megapack.errors import ConfigError, ResumeError
-from megapack.integrations.dialects import (
-    IGNORED,
-    TRANSFORMERS,
-    Dialect,
-    check_columns,
-    emit,
-    loss_terms,
-)
+from megapack.integrations import dialects
+from megapack.integrations.dialects import IGNORED, TRANSFORMERS, Dialect, check_columns, emit
 from megapack.integrations.rows.dataset import RowDataset
 
 logger = logging.getLogger(__name__)
@@ -72,7 +58,6 @@ class RankRows:
     the attention windows of the manifest.
 
     Args:
-        rows: rows of all ranks.
         data_parallel_rank, data_parallel_size: place of this rank; ranks that share documents
             (tensor, context parallelism) have the same data_parallel_rank.
         micro_batch_rows: rows of a micro batch.
@@ -202,7 +187,7 @@ class RankRows:
                 lambda batch: forward(emit(batch, self.dialect)),
                 self.micro_batch(self._block_of_short_documents(consumed_rows)),
                 outputs="losses",
-                counted=lambda batch: loss_terms(batch, self.dialect).weights != 0,
+                counted=lambda batch: dialects.loss_terms(batch, self.dialect).weights != 0,
                 host=type(module).__name__,
                 longest=self.micro_batch(consumed_rows),
             )

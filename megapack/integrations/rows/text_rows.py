@@ -26,15 +26,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from megapack.errors import ConfigError
-from megapack.integrations.dialects import (
-    BOUNDARIES,
-    MASK,
-    POSITIONS,
-    Dialect,
-    check_columns,
-    emit,
-    join_ends,
-)
+from megapack.integrations import dialects
+from megapack.integrations.dialects import BOUNDARIES, MASK, POSITIONS, Dialect
 from megapack.integrations.host import Rebinding
 from megapack.integrations.rows.dataset import RowDataset, RowOptions
 from megapack.integrations.rows.open_rows import MANIFEST_SUFFIXES, Manifest, open_data_path
@@ -101,7 +94,7 @@ def wrap_broadcast_data(stock: Callable[..., Any]) -> Callable[..., Any]:
                 "token each), so the host's loss would be NaN; take larger micro batches, or drop "
                 "those documents when packing"
             )
-        cu_seqlens = join_ends(received[BOUNDARIES])
+        cu_seqlens = dialects.join_ends(received[BOUNDARIES])
         _current = CurrentBatch(
             cu_seqlens=cu_seqlens,
             max_seqlen=int(cu_seqlens.diff().max()),
@@ -184,10 +177,8 @@ def _check_row(num_tokens: int, batch: CurrentBatch) -> None:
 
 def hand_over_boundaries(rebinding: Rebinding, parallel: str, *importers: str) -> None:
     """Wrap the functions that pass boundaries, positions and mask to attention and loss.
-
     ``parallel`` is the host's module with ``broadcast_data``; ``importers`` are its modules that
-    import flash-attn's function by name. Raises ConfigError if the host lacks one of the names.
-    """
+    import flash-attn's function by name. Raises ConfigError if the host lacks one of the names."""
     flash = importlib.import_module("flash_attn.flash_attn_interface")
     stock = flash.flash_attn_varlen_func
     dense = wrap_flash_attn_func(flash.flash_attn_func, stock)
@@ -301,7 +292,7 @@ class TextRowDataset(Dataset[dict[str, Tensor]]):
     """
 
     def __init__(self, rows: RowDataset, dialect: Dialect, *, varlen: bool, times: int = 1) -> None:
-        check_columns(rows.packed.columns, dialect)
+        dialects.check_columns(rows.packed.columns, dialect)
         self.rows, self.dialect, self.varlen, self.times = rows, dialect, varlen, times
 
     def __len__(self) -> int:
@@ -312,7 +303,7 @@ class TextRowDataset(Dataset[dict[str, Tensor]]):
         aligned with text (position j predicts ``label[j + 1]``), -100 = none; with varlen
         ``SIDE_KEYS``, all int64: boundaries ``(row + 1,)``, positions and loss mask ``(row,)``."""
         number = range(len(self))[i] % len(self.rows)
-        batch = emit(self.rows.micro_batch([number]), self.dialect)
+        batch = dialects.emit(self.rows.micro_batch([number]), self.dialect)
         keys = batch if self.varlen else batch.keys() - SIDE_KEYS
         return {key: batch[key][0] for key in keys}
 

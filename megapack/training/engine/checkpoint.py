@@ -6,12 +6,10 @@ a temporary name while training continues; when everything is on disk, the first
 ``latest`` names the newest. For a different number of ranks or ZeRO stage, DeepSpeed first converts
 the checkpoint to its universal format.
 
-``CheckpointStore`` saves, finds and loads; ``WrittenFiles`` writes the files. The state is copied
-to the host by torch, and a thread writes it in DeepSpeed's file format. The alternatives have gaps.
-DeepSpeed's ``torch.save(path)`` reports a full disk as "unexpected pos", does not fsync, and a rank
-that fails there leaves the others in a barrier. Its asynchronous engines have neither checksums nor
-fsync, and their writer process dies without an error. DeepSpeed cannot convert files of torch's DCP
-to a different number of ranks.
+``CheckpointStore`` saves, finds and loads; ``WrittenFiles`` writes the files in a thread, from
+torch's copy of the state in host memory. DeepSpeed's own writers report a full disk as "unexpected
+pos", do not fsync, and leave ranks in a barrier or die without an error; it cannot convert files of
+torch's DCP to a different number of ranks.
 """
 
 import functools
@@ -57,9 +55,8 @@ class WrittenFiles:
     """Files of a checkpoint that this rank writes.
 
     Attributes:
-        progress: progress of this rank, updated while it waits for files.
-        files: relative name -> size and checksum. The manifest is made from these, because listing
-            a shared directory may miss files of other nodes.
+        files: relative name -> size and checksum, for the manifest (listing a shared directory may
+            miss files of other nodes).
         problem: the first failure, after which nothing more is written.
     """
 
@@ -83,7 +80,6 @@ class WrittenFiles:
             self._copies.append((self._stager.stage(state_dict), path))
 
     def start(self) -> None:
-        """Start the thread that writes the copies."""
         self._writing = _WRITER.submit(self._write_copies)
 
     @property
@@ -92,7 +88,6 @@ class WrittenFiles:
         return self._writing is not None and self._writing.done()
 
     def wait(self) -> None:
-        """Wait until all files are written."""
         assert self._writing is not None, "start() comes first"
         self.progress.wait(self._writing, self._written)
 
@@ -138,8 +133,7 @@ class _ChecksummedFile:
         self._progress.inside(f"writing {self.file.path.name}")
         return memoryview(data).nbytes
 
-    def flush(self) -> None:
-        """Do nothing: nothing is buffered."""
+    def flush(self) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,8 +144,7 @@ class Resume:
     manifest: CheckpointManifest
     universal: bool
     """Convert to the universal format first: the world size or the ZeRO stage differs."""
-    rejected: list[str] = field(default_factory=list)
-    """Problems of newer, damaged checkpoints."""
+    rejected: list[str] = field(default_factory=list)  # problems of newer, damaged checkpoints
 
 
 class CheckpointStore:
@@ -163,8 +156,7 @@ class CheckpointStore:
         zero_stage: ZeRO stage of the engine that saves and loads.
         scratch: folder for universal checkpoints; None: ``directory``.
         is_milestone: returns True for a step whose checkpoint is never removed.
-        reach: steps that a rollback may undo. The newest checkpoint at least this many steps
-            old is kept in addition to ``keep``.
+        reach: steps that a rollback may undo; the newest checkpoint at least this old is kept, too.
         mirror: receives a copy of every checkpoint; None: no copies.
     """
 
@@ -201,13 +193,10 @@ class CheckpointStore:
     def begin(self, engine: Any, step: int, tokens: int, state: dict[str, Any]) -> None:
         """Start a checkpoint of the current state; ``finish`` publishes it.
 
-        With ``asynchronous`` this returns when everything is copied to host memory. ``tokens``, the
-        number of tokens of all steps with padding, defines which checkpoint is the newest. The
-        manifest will contain ``state``.
-
-        Raises:
-            FloatingPointError: a weight is infinite or NaN.
-            ResumeError: an earlier checkpoint could not be written (see ``finish``).
+        With ``asynchronous`` this returns when everything is copied to host memory. ``tokens``,
+        those of all steps with padding, define which checkpoint is the newest. The manifest will
+        contain ``state``. Raises FloatingPointError if a weight is not finite, and the errors of
+        ``finish``.
         """
         self.finish()
         tag = f"step_{step:08d}_tokens_{tokens}"
@@ -238,14 +227,9 @@ class CheckpointStore:
         return self._begun is not None and self._begun[1].is_complete
 
     def finish(self) -> str | None:
-        """Wait for all ranks, publish the checkpoint, and remove older ones beyond ``keep``.
-
-        Returns:
-            Name of the checkpoint (it replaces one of the same name); None if none was started.
-
-        Raises:
-            ResumeError: a rank could not write. The checkpoint is removed.
-        """
+        """Wait for all ranks, publish the checkpoint (in place of one of the same name), and remove
+        older ones beyond ``keep``; return its name, or None if none was started. Raises ResumeError
+        if a rank could not write; then the checkpoint is removed."""
         if self._begun is None:
             return None
         (tag, written, facts), self._begun = self._begun, None
@@ -270,7 +254,6 @@ class CheckpointStore:
         return tag
 
     def wait_for_mirror(self) -> None:
-        """Wait for uploads in progress; collective."""
         if self.mirror is not None:
             self.world.on_first(self.mirror.wait)
 
@@ -314,9 +297,8 @@ class CheckpointStore:
             fallback: skip damaged checkpoints instead of raising.
             among: returns True for the names to consider.
 
-        Raises:
-            ResumeError: the newest is damaged and ``fallback`` is off, or all are damaged, or
-                DeepSpeed cannot convert its ZeRO stage.
+        Raises ResumeError if the newest is damaged and ``fallback`` is off, if all are damaged, or
+        if DeepSpeed cannot convert its ZeRO stage.
         """
         rejected: dict[str, str] = {}
         for tag in reversed(self.world.on_first(self.tags)):  # ranks may list different tags
@@ -340,8 +322,8 @@ class CheckpointStore:
         return None
 
     def abandon_after(self, tag: str) -> None:
-        """Of the checkpoints with more tokens than ``tag``, set the newest aside and remove the
-        others, because the run rolls back to ``tag``. Collective."""
+        """Remove the checkpoints with more tokens than ``tag``, to which the run rolls back, and
+        set the newest of them aside. Collective."""
         self.world.on_first(lambda: self._abandon_after(tag))
 
     def _abandon_after(self, tag: str) -> None:
@@ -378,9 +360,9 @@ class CheckpointStore:
         return (manifest.world_size, before) != (self.world.size, now)
 
     def load(self, engine: Any, resume: Resume) -> None:
-        """Load a checkpoint that ``find`` returned into the engine. Raises ResumeError if DeepSpeed
-        refuses it (different model, optimizer or precision), or if the manifest belongs to
-        different weights."""
+        """Load a checkpoint that ``find`` returned. Raises ResumeError if DeepSpeed refuses it
+        (different model, optimizer or precision), or if the manifest belongs to different weights.
+        """
         folder = self.directory / resume.tag
         if resume.universal and any(g.get("use_muon") for g in engine.optimizer.param_groups):
             raise ResumeError(

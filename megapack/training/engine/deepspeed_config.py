@@ -3,13 +3,10 @@
 In DeepSpeed 0.19, whether stages 1 and 2 overlap the reduction of gradients with the backward pass
 depends on the precision. In bfloat16, stage 1 (``BF16_Optimizer``) does one all-reduce after the
 last backward pass of a step, without overlap; stage 2 reduces in every micro step, bucket by
-bucket, during the backward pass. In float32, stage 1 reduces during the backward pass of the last
-micro step.
+bucket, during the backward pass. In float32, stage 1 reduces during the last backward pass.
 
-``deepspeed_configuration`` merges ``engine.deepspeed`` into megapack's configuration
-(``EngineConfig`` refuses keys that other options set). ``check_deepspeed`` lets the installed
-DeepSpeed read the result and refuses keys that it does not read. ``describe_reduction`` explains
-the stage:
+``deepspeed_configuration`` merges ``engine.deepspeed`` into megapack's configuration,
+``check_deepspeed`` lets the installed DeepSpeed read the result, ``describe_reduction`` explains:
 
     ZeRO: stage 2 (auto); 4.62 GiB of gradients (float32) are reduced in each of 4 micro steps,
     during the backward
@@ -113,8 +110,8 @@ class _RecordedReads(dict[str, Any]):
 
 
 def check_deepspeed(config: PretrainConfig) -> None:
-    """Let DeepSpeed read its configuration, before ranks connect. Raises ConfigError if
-    DeepSpeed does not know a key (the error names the nearest one) or refuses a value."""
+    """Let DeepSpeed read its configuration, before ranks connect. Raises ConfigError if it does not
+    know a key (the error names the nearest one) or refuses a value."""
     if not config.engine.deepspeed:
         return
     import deepspeed.runtime.config as deepspeed_config  # noqa: PLC0415
@@ -138,7 +135,6 @@ def check_deepspeed(config: PretrainConfig) -> None:
 
 
 def _fields_of(title: str, parents: list[str]) -> list[str]:
-    """Return the field names of DeepSpeed's pydantic model ``title``, or of a model inside it."""
     from deepspeed.runtime.config_utils import DeepSpeedConfigModel  # noqa: PLC0415
 
     models = {model.__name__: model for model in DeepSpeedConfigModel.__subclasses__()}
@@ -159,15 +155,13 @@ def describe_reduction(
     size = f"{num_parameters * 4 / 2**30:.2f} GiB of gradients (float32)"
     every = f"{size} are reduced in each of {micro_steps} micro steps"
     once = f"{size} are reduced once per step"
-    if engine.stage == 0:
-        return f"{chosen}; {once}, after the last backward, which does not hide it"
     if engine.stage == 3:
         return f"{chosen}; {every}, during the backward, and parameters are gathered twice"
     if engine.stage == 2:
         return f"{chosen}; {every}, during the backward"
-    if engine.precision == "fp32":
+    if engine.precision == "fp32" and engine.stage:
         return f"{chosen}; {once}, during the last backward"
-    return (
-        f"{chosen}; {once}, after the last backward, which does not hide it (stage 2 reduces in "
-        f"each of {micro_steps} micro steps, during the backward)"
-    )
+    late = f"{chosen}; {once}, after the last backward, which does not hide it"
+    if engine.stage == 0:
+        return late
+    return f"{late} (stage 2 reduces in each of {micro_steps} micro steps, during the backward)"

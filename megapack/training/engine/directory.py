@@ -93,12 +93,11 @@ class RunDirectory:
 
     @contextmanager
     def held(self, world: World) -> Iterator[None]:
-        """Lock the directory against other runs; collective.
+        """Lock the directory against other runs; collective. Raises LockedError, which names the
+        other run.
 
-        The first rank holds a kernel lock, which the kernel releases when the process exits.
-        ``end.json`` contains "running" until the run ends, and still does after a SIGKILL.
-
-        Raises LockedError if another run holds the lock; the message names its host and process.
+        The kernel releases the first rank's lock when the process exits. ``end.json`` contains
+        "running" until the run ends, and still does after a SIGKILL.
         """
         world.on_first(self._hold)
         self._is_held = True
@@ -121,17 +120,13 @@ class RunDirectory:
         return {}
 
     def begin(self, config: Any, facts: dict[str, Any]) -> None:
-        """Record a start: the full configuration, and one line of facts."""
         with atomic_write(self.config, "w") as file:
             yaml.safe_dump(to_dict(config), file, sort_keys=False)
         append_jsonl(self.starts, {"time": time.time(), **environment(), **facts})
 
     def record_flight(self) -> None:
-        """Let NCCL write the last collectives of every rank to ``flight/`` after a timeout.
-
-        Call this before the process group is created. Environment variables that are already set
-        are not changed.
-        """
+        """Let NCCL write the last collectives of every rank to ``flight/`` after a timeout, unless
+        environment variables say otherwise. Call this before the process group is created."""
         self.flight.mkdir(parents=True, exist_ok=True)
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
@@ -162,11 +157,8 @@ class RunDirectory:
 
     def truncate_logs(self, tokens: int) -> list[str]:
         """Drop the log lines after ``tokens`` tokens, which the resumed run will write again.
-
-        Returns:
-            Warnings about damaged lines (they are dropped, and a copy of the log is kept under
-            another name) and about missing last lines. Resuming does not need the logs.
-        """
+        Returns warnings about damaged lines (they are dropped, and a copy of the log is kept under
+        another name) and about missing last lines. Resuming does not need the logs."""
         problems = []
         for path in (self.log, self.evaluation, *self.batches.glob("*.jsonl")):
             if not path.exists():
@@ -212,8 +204,8 @@ class FileFacts:
         """Return how the file at ``path`` differs, as a predicate ("is missing"); None if it is
         equal.
 
-        ``size`` does not detect other bytes of the same length, such as two swapped files;
-        ``checksum`` reads the file and calls ``progress`` for every part.
+        ``size`` does not detect other bytes of the same length; ``checksum`` reads the file and
+        calls ``progress`` for every part.
         """
         try:
             size = path.stat().st_size
@@ -230,14 +222,11 @@ class FileFacts:
 class CheckpointManifest:
     """Facts about a checkpoint."""
 
-    step: int
-    """Optimizer steps done."""
+    step: int  # optimizer steps done
     world_size: int
     zero_stage: int
-    state: dict[str, Any]
-    """State of the trainer: order of samples, record of the run, decisions."""
-    files: dict[str, FileFacts]
-    """Path relative to the checkpoint -> facts."""
+    state: dict[str, Any]  # of the trainer: order of samples, record of the run, decisions
+    files: dict[str, FileFacts]  # path relative to the checkpoint -> facts
     version: Literal[1] = 1
 
     def __post_init__(self) -> None:
@@ -266,17 +255,13 @@ class CheckpointManifest:
         return manifest
 
     def write(self, directory: Path) -> None:
-        """Write the manifest, the last file of a checkpoint."""
         with atomic_write(directory / MANIFEST, "w") as file:
             json.dump(asdict(self), file, indent=1)
 
 
 def tags_in(directory: Path) -> list[str]:
-    """Return the names of the checkpoints, damaged ones included, sorted by tokens seen.
-
-    They are not sorted by step: a run resumed with another ``tokens_per_step`` numbers its steps
-    differently.
-    """
+    """Return the names of the checkpoints, damaged ones included, sorted by tokens seen: a run
+    resumed with another ``tokens_per_step`` numbers its steps differently."""
     names = (path.name for path in directory.glob("step_*") if path.is_dir())
     return sorted((name for name in names if "." not in name), key=tokens_of)
 
@@ -309,16 +294,9 @@ def append_jsonl(path: Path, *lines: dict[str, Any]) -> None:
 
 
 def read_jsonl(path: str | Path, damaged: list[int] | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a log, without a last line that a kill cut short.
-
-    Args:
-        path: path of the log.
-        damaged: list that receives the numbers of damaged lines, which are left out.
-
-    Raises:
-        FormatError: a line is damaged, and ``damaged`` is None.
-        OSError: the file cannot be read.
-    """
+    """Yield the lines of a log, without a last line that a kill cut short. Numbers of damaged lines
+    are appended to ``damaged``, and these lines left out; if that is None, a damaged line raises
+    FormatError. Raises OSError if the file cannot be read."""
     remedy = "remove the line; a resumed run removes it, too"
     with Path(path).open("rb") as file:
         for number, text in enumerate(file, start=1):

@@ -87,14 +87,10 @@ class StepResult:
     """Denominator of the whole step on all ranks: its label tokens, or the sum of their weights."""
     sample_losses: Tensor
     """(samples,) on the device: unweighted sum of the losses of each sample of this rank."""
-    source: NDArray[np.int64]
-    """(samples,) source number of each sample."""
-    grad_norm: float | Tensor
-    """Norm of the whole gradient before clipping."""
-    forward: Stopwatch
-    """Time of this rank's forwards."""
-    skipped: bool
-    """The gradient was not finite, so no rank updated its weights."""
+    source: NDArray[np.int64]  # (samples,) source number of each sample
+    grad_norm: float | Tensor  # norm of the whole gradient before clipping
+    forward: Stopwatch  # time of this rank's forwards
+    skipped: bool  # the gradient was not finite: no rank updated its weights
 
 
 def parameter_groups(model: TrainingModel, optimizer: OptimizerConfig) -> list[dict[str, Any]]:
@@ -182,11 +178,9 @@ def start_engine(model: TrainingModel, config: PretrainConfig, world: World) -> 
 
 
 def clip_and_skip(optimizer: torch.optim.Optimizer, clip: float) -> None:
-    """Make an optimizer clip gradients, and skip updates whose gradient is not finite.
-
-    DeepSpeed's ZeRO optimizers do both. Without ZeRO, DeepSpeed only reads ``overflow`` and
-    ``_global_grad_norm`` of the optimizer. ``clip`` 0 disables clipping.
-    """
+    """Make an optimizer clip gradients (0: do not), and skip updates whose gradient is not finite,
+    as DeepSpeed's ZeRO optimizers do. Without ZeRO, DeepSpeed reads ``overflow`` and
+    ``_global_grad_norm``."""
     patched: Any = optimizer
     update = optimizer.step
 
@@ -208,10 +202,8 @@ def clip_and_skip(optimizer: torch.optim.Optimizer, clip: float) -> None:
 def train_step(
     engine: Any, micro_batches: Iterable[Batch], *, world: World, config: EngineConfig, lr: float
 ) -> StepResult:
-    """Run forward and backward of this rank's micro batches of one step, then the optimizer.
-
-    All ranks have the same number of micro batches. ``lr`` is the learning rate of this step.
-    """
+    """Run forward and backward of this rank's micro batches of one step, then the optimizer. All
+    ranks have the same number of micro batches. ``lr`` is the learning rate of this step."""
     for group in engine.optimizer.param_groups:
         group["lr"] = lr * (engine.muon_lr_ratio if group.get("use_muon") else 1.0)
     loss_sums, sample_losses, source, forward = [], [], [], Stopwatch(world.device)
@@ -323,12 +315,10 @@ class WeightAverage:
         self.begin()
 
     def begin(self) -> None:
-        """Start the average from the current weights."""
         pieces = master_pieces(self._engine)
         self._average = {name: (begin, piece.clone()) for name, (begin, piece) in pieces.items()}
 
     def update(self) -> None:
-        """Update the average after a step."""
         weights = [piece for _, piece in master_pieces(self._engine).values()]
         torch._foreach_lerp_(
             [piece for _, piece in self._average.values()], weights, 1 - self.decay

@@ -27,11 +27,9 @@ _PROBES = ("Two words", "  a  b\n\n\tc = 1234.5 ", "na\u00efve \u4e2d\u6587 \U00
 def export_model(
     engine: Any, directory: Path, world: World, *, tokenizer: Any = None, end: int | None = None
 ) -> None:
-    """Write the engine's model; collective, since ZeRO-3 gathers its parameters.
-
-    The new model is written to a temporary directory, which then replaces ``directory``. ``end`` is
-    the token that ends documents: ``generate`` stops at it and pads with it.
-    """
+    """Write the engine's model; collective, since ZeRO-3 gathers its parameters. The new model is
+    written to a temporary directory, which then replaces ``directory``. ``generate`` stops at
+    ``end``, the token that ends documents, and pads with it."""
     weights: dict[str, Tensor] | None = None  # None: the engine holds complete weights
     if engine.zero_optimization_stage() == 3:
         import deepspeed  # noqa: PLC0415
@@ -85,11 +83,8 @@ def tokenizer_of(config: ModelConfig) -> Any:
 
 
 def open_tokenizer(source: str, *, required: bool) -> Any:
-    """Open a tokenizer from a directory, a hub name, a tokenizer.json or a .model.
-
-    If the tokenizer cannot be loaded: raises ConfigError if ``required``, else logs the reason and
-    returns None.
-    """
+    """Open a tokenizer from a directory, a hub name, a tokenizer.json or a .model. If that fails,
+    raise ConfigError if ``required``, else log the reason and return None."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: PLC0415
 
     path = Path(source)

@@ -1,9 +1,8 @@
 """Inputs of a run: open them, check that they fit together, and record what determines the run.
 
-``Inputs`` opens training and validation data. ``check_run`` checks a run before its ranks
-connect and its model is built. ``open_validation`` opens held-out documents. ``steps_from_lengths``
-plans a run before its corpus exists. ``run_record`` lists everything that determines a run, for
-checkpoints.
+``Inputs`` opens the data, ``check_run`` checks a run before its ranks connect, ``open_validation``
+opens held-out documents, ``steps_from_lengths`` plans a run before its corpus exists, and
+``run_record`` lists everything that determines a run, for checkpoints.
 
     read_lengths("lognormal:999,603,1e6", seed=0)  # -> a million lengths, 999 tokens on average
 """
@@ -23,13 +22,7 @@ from megapack.data import PackedDataset, PackedLoader, build_loader, check_token
 from megapack.data.batch import longest_position
 from megapack.data.blend import BlendConfig
 from megapack.data.report import check_labels
-from megapack.data.resume import (
-    content_digests,
-    flatten,
-    is_within,
-    model_record,
-    tokenizer_digest,
-)
+from megapack.data.resume import content_digests, flatten, is_within, model_record, tokenizer_digest
 from megapack.data.run import ORDER_FIELDS, Decisions, OpenRun, PlannedRun
 from megapack.errors import ConfigError, FormatError, MegapackError
 from megapack.packing import SampleIndex, pack
@@ -52,21 +45,15 @@ from megapack.training.model.opening import check_document_positions, check_rout
 
 
 class Inputs(OpenRun):
-    """Opened data of a run, and its steps.
+    """Opened data of a run, and its steps. Raises the errors of ``OpenRun``.
 
     Args:
-        config: configuration of the run.
         decided: decisions of the run; None: read them from its directory.
 
     Attributes:
         vocab_size: vocabulary size of the model.
         valid: held-out documents of ``data.valid_prefix``, or None.
         valid_sources: held-out documents of the blend's sources, by name.
-
-    Raises:
-        ConfigError: sizes do not fit, the vocabulary is unknown, or a file does not exist.
-        IndexMismatchError: an index belongs to different documents.
-        FormatError, OSError: a file is damaged or cannot be read.
     """
 
     def __init__(self, config: PretrainConfig, decided: Decisions | None = None) -> None:
@@ -96,7 +83,6 @@ class Inputs(OpenRun):
     def loader(
         self, config: PretrainConfig, world: World, start: int, num_steps: int
     ) -> PackedLoader:
-        """Return this rank's loader for ``num_steps`` steps from ``start`` on."""
         return build_loader(
             self.data,
             self.schedule,
@@ -112,7 +98,6 @@ class Inputs(OpenRun):
         )
 
     def fingerprints(self) -> dict[str, Any]:
-        """Return the fingerprints of documents and samples, for the run directory."""
         return {
             "documents": [dataset.fingerprint for dataset in self.data.datasets],
             "samples": list(self.schedule.samples.fingerprints),
@@ -126,7 +111,7 @@ def _valid_positions(positions: str) -> Literal["segment", "document"]:
 
 def vocabulary_size(config: PretrainConfig, run: PlannedRun) -> int:
     """Return the configured vocabulary size, else the data's; 1 if only the model knows it. Raises
-    ConfigError if neither the configuration nor the data nor the model states it."""
+    ConfigError if it is unknown."""
     if config.model.vocab_size is not None:
         return config.model.vocab_size
     datasets = run.data.datasets if isinstance(run, OpenRun) else []
@@ -143,12 +128,8 @@ def vocabulary_size(config: PretrainConfig, run: PlannedRun) -> int:
 
 def verify_samples(inputs: Inputs, world: World) -> None:
     """Verify the checksums of every .samples file and, as far as reading 1 GiB suffices, of local
-    datasets that have a meta file, once per host; collective.
-
-    Shards are compared with their manifest later, when the first sample is drawn from them.
-
-    Raises FormatError on all ranks if a file is damaged or cannot be read.
-    """
+    datasets that have a meta file, once per host; collective. Raises FormatError on all ranks.
+    Shards are compared with their manifest later, when the first sample is drawn from them."""
     problem = None
     if world.rank == world.gather(world.host).index(world.host):
         try:
@@ -181,14 +162,8 @@ def _verify(inputs: Inputs) -> None:
 def check_run(config: PretrainConfig, run: PlannedRun, num_ranks: int) -> Any:
     """Check a run before its ranks connect; return the transformers configuration of its model.
 
-    For a run planned by ``steps_from_lengths``, which has no data, only lengths are checked.
-
-    Raises:
-        ConfigError: the micro batches of a stage cannot be divided among the ranks; DeepSpeed
-            refuses its configuration; a document is longer than the positions of the model; a token
-            id is outside its vocabulary; a checkpoint does not fit the model; routes cannot be
-            replayed.
-        FormatError: one of these errors has a damaged .samples file as its cause.
+    For a run planned by ``steps_from_lengths``, which has no data, only lengths are checked. Raises
+    ConfigError for what does not fit together, FormatError if a damaged .samples file is the cause.
     """
     run.sampler(0, num_ranks)
     check_deepspeed(config)
@@ -225,10 +200,8 @@ def check_run(config: PretrainConfig, run: PlannedRun, num_ranks: int) -> Any:
 
 
 def check_teacher(distill: DistillConfig, data: PackedDataset, vocab_size: int) -> None:
-    """Check that the batches carry a teacher's columns, and that their ids are the model's.
-
-    Reads some rows of every open shard. Raises ConfigError.
-    """
+    """Check that the batches carry a teacher's columns, and that their ids are the model's: reads
+    some rows of every open shard. Raises ConfigError."""
     names = (distill.ids, distill.logits)
     if missing := [name for name in names if name not in data.columns]:
         raise ConfigError(
@@ -314,14 +287,9 @@ def open_validation(
     buckets: Sequence[int],
     positions: Literal["segment", "document"] = "segment",
 ) -> PackedDataset:
-    """Open held-out documents and their samples; without an index, pack them into ``buckets``.
-
-    Each document is scored alone, for any ``positions``.
-
-    Raises:
-        ConfigError: the index repeats or drops tokens, so that it does not score each token once;
-            or no token can be scored.
-    """
+    """Open held-out documents and their samples; without an index, pack them into ``buckets``. Each
+    document is scored alone, for any ``positions``. Raises ConfigError if the index repeats or
+    drops tokens, or no token can be scored."""
     dataset = IndexedDataset(prefix)
     if index is None:
         samples = pack(dataset.document_lengths, "bucket", buckets=list(buckets))
@@ -345,8 +313,8 @@ def open_validation(
 
 
 def open_validation_of_sources(blend: BlendConfig, **how: Any) -> dict[str, PackedDataset]:
-    """Open the held-out documents of the blend's sources, by name, with ``open_validation``.
-    Raises ConfigError if two of the sources have the same name."""
+    """Open the held-out documents of the blend's sources, by name; ``how``: as in
+    ``open_validation``. Raises ConfigError if two of the sources have the same name."""
     result: dict[str, PackedDataset] = {}
     for source in blend.sources:
         if source.valid_prefix is not None:
@@ -365,11 +333,9 @@ _LAW = "lognormal:"
 def steps_from_lengths(
     config: PretrainConfig, source: str, buckets: Sequence[int] | None
 ) -> PlannedRun:
-    """Plan the run for document lengths (``read_lengths``), without opening its data.
-
-    The documents are packed by strategy bucket into ``buckets``; None: the powers of two from 1,024
-    to 16,384 that divide a micro batch. Raises ConfigError if sizes do not fit.
-    """
+    """Plan the run for document lengths (``read_lengths``), without opening its data. The documents
+    are packed by strategy bucket into ``buckets``; None: the powers of two from 1,024 to 16,384
+    that divide a micro batch. Raises ConfigError if sizes do not fit."""
     largest = config.data.micro_batch_tokens
     usual = [2**k for k in range(10, 15) if largest % 2**k == 0] or [largest]
     index = pack(read_lengths(source, config.seed), "bucket", buckets=list(buckets or usual))
@@ -377,14 +343,9 @@ def steps_from_lengths(
 
 
 def read_lengths(source: str, seed: int) -> NDArray[Any]:
-    """Return the lengths of documents in tokens: from a .npy file of integers, or random.
-
-    ``lognormal:MEAN,MEDIAN,DOCUMENTS`` draws them (FineWeb-Edu: mean 999, median 603).
-
-    Raises:
-        ConfigError: the distribution is invalid.
-        DataError, OSError: the file contains something else, or cannot be read.
-    """
+    """Return the lengths of documents in tokens, from a .npy file of integers, or random ones from
+    ``lognormal:MEAN,MEDIAN,DOCUMENTS`` (FineWeb-Edu: mean 999, median 603). Raises ConfigError if
+    the distribution is invalid, DataError or OSError for the file."""
     if source.startswith(_LAW):
         try:
             mean, median, count = map(float, source.removeprefix(_LAW).split(","))
@@ -414,27 +375,17 @@ NO_EFFECT = {
     **dict.fromkeys(("run_dir", "stop_at", "logging", "evaluation", "checkpoint"), _OUTPUT),
     **dict.fromkeys(("num_steps", "num_epochs"), _LENGTH),
     **dict.fromkeys(("seed", *(f"data.{name}" for name in ORDER_FIELDS)), _ORDER),
-    **{
-        f"model.{name}": _RESOLVED
-        for name in ("preset", "pretrained", "config", "overrides", "allow_missing")
-    },
+    **dict.fromkeys(("model.preset", "model.pretrained", "model.config"), _RESOLVED),
+    **dict.fromkeys(("model.overrides", "model.allow_missing", "model.tokenizer"), _RESOLVED),
     **dict.fromkeys(("model.vocab_size", "model.vocab_multiple"), _RESOLVED),
-    **dict.fromkeys(("model.tokenizer", "model.attention_backend"), _RESOLVED),
-    **dict.fromkeys(("data.prefix", "data.index", "data.blend"), _RESOLVED),
+    **dict.fromkeys(("model.attention_backend", "data.prefix"), _RESOLVED),
+    **dict.fromkeys(("data.index", "data.blend"), _RESOLVED),
     **dict.fromkeys(("data.valid_prefix", "data.valid_index", "model.probe"), _OUTPUT),
     **dict.fromkeys(("data.verify", "data.check_ranks_every", "optimizer.max_skipped"), _OUTPUT),
     **dict.fromkeys(("data.micro_batch_tokens", "data.pad_last", "engine.zero_stage"), _LAYOUT),
-    **dict.fromkeys(
-        (
-            "engine.activation_checkpointing",
-            "engine.offload_activations",
-            "engine.sequence_parallel_size",
-            "engine.timeout_minutes",
-            "engine.heartbeat_timeout_seconds",
-            "engine.hang_timeout_seconds",
-        ),
-        _LAYOUT,
-    ),
+    **dict.fromkeys(("engine.activation_checkpointing", "engine.offload_activations"), _LAYOUT),
+    **dict.fromkeys(("engine.sequence_parallel_size", "engine.timeout_minutes"), _LAYOUT),
+    **dict.fromkeys(("engine.heartbeat_timeout_seconds", "engine.hang_timeout_seconds"), _LAYOUT),
 }
 
 
@@ -450,13 +401,10 @@ def run_record(
 
     Keys of the model and the data are replaced by their values: fields of the transformers
     configuration, the attention backend (None: not known yet, so not compared), digests of the
-    tokenizer and of the data's bytes. ``megapack.data.resume`` compares the order of samples.
+    tokenizer and of the data's bytes.
     """
-    record = {
-        key: value
-        for key, value in flatten(to_dict(config)).items()
-        if not is_within(key, NO_EFFECT)
-    }
+    flat = flatten(to_dict(config))
+    record = {key: value for key, value in flat.items() if not is_within(key, NO_EFFECT)}
     record |= model_record(architecture)
     if attention is not None:
         record["model.attention_backend"] = attention

@@ -22,14 +22,8 @@ from pathlib import Path
 from megapack.errors import ConfigError, FormatError, MegapackError, ResumeError
 from megapack.storage.files import atomic_write
 from megapack.storage.locks import make_own_folder, remove_own_folder
+from megapack.storage.remote import client
 from megapack.storage.remote.cache import open_cache
-from megapack.storage.remote.client import (
-    RemoteObject,
-    find_object,
-    names_in,
-    put_object,
-    remove_object,
-)
 from megapack.training.engine.directory import (
     LOGS,
     MANIFEST,
@@ -53,12 +47,11 @@ class Mirror:
     A thread uploads a checkpoint while training continues: first the files, then the logs, and last
     ``<address>/<tag>.manifest.json``, without which a checkpoint does not count. If an upload is
     still running at the next checkpoint, the mirror skips that one, but never the last of a run. It
-    removes checkpoints from the store that the directory no longer has. A failed upload logs a
-    warning and does not stop the run. The first run that uploads to a store, or restores from it,
-    owns it: the mirror of another run changes nothing there.
+    removes checkpoints that the directory no longer has. A failed upload logs a warning. The first
+    run that uploads to a store, or restores from it, owns it: the mirror of another run changes
+    nothing there.
 
     Args:
-        address: address of the store.
         progress: progress of this rank, updated while it waits for files; None: ignored.
     """
 
@@ -72,7 +65,7 @@ class Mirror:
     def check_owner(self, run: RunDirectory) -> str | None:
         """Return the id of the run that owns the store; None if none does. Raises ConfigError if
         another run owns the store and this run has a ``run_id`` or checkpoints."""
-        run_id = find_object(f"{self.address}/{RUN_ID}")
+        run_id = client.find_object(f"{self.address}/{RUN_ID}")
         owner = run_id and bytes(run_id.read(0, run_id.num_bytes)).decode().strip()
         if owner and owner != run.known_id and (run.known_id or tags_in(run.checkpoints)):
             raise ConfigError(
@@ -104,16 +97,16 @@ class Mirror:
             run = RunDirectory(directory.parent)
             if self.check_owner(run) is None:
                 run.create_id()
-                put_object(f"{self.address}/{RUN_ID}", run.path / RUN_ID)
+                client.put_object(f"{self.address}/{RUN_ID}", run.path / RUN_ID)
             # An abandoned checkpoint may have the same name.
-            remove_object(f"{self.address}/{tag}{_MANIFEST_SUFFIX}")
+            client.remove_object(f"{self.address}/{tag}{_MANIFEST_SUFFIX}")
             copied = functools.partial(self._upload_progress.inside, f"copying {tag} to its mirror")
             for name in manifest.files:
-                put_object(f"{self.address}/{tag}/{name}", directory / tag / name, copied)
+                client.put_object(f"{self.address}/{tag}/{name}", directory / tag / name, copied)
             for log in (directory.parent / name for name in LOGS):
                 if log.exists():
-                    put_object(f"{self.address}/{log.name}", log)
-            put_object(f"{self.address}/{tag}{_MANIFEST_SUFFIX}", directory / tag / MANIFEST)
+                    client.put_object(f"{self.address}/{log.name}", log)
+            client.put_object(f"{self.address}/{tag}{_MANIFEST_SUFFIX}", directory / tag / MANIFEST)
         except (OSError, MegapackError) as error:
             logger.warning("checkpoint %s is not at %s: %s", tag, self.address, error)
         else:
@@ -134,18 +127,18 @@ class Mirror:
     def _remove(self, tag: str) -> None:
         url = f"{self.address}/{tag}{_MANIFEST_SUFFIX}"
         with tempfile.TemporaryDirectory() as folder:
-            manifest = find_object(url)
+            manifest = client.find_object(url)
             names = (
                 [] if manifest is None else list(_fetch(manifest, tag, Path(folder) / "m").files)
             )
-        remove_object(url)  # first, so that a partly removed checkpoint does not count
+        client.remove_object(url)  # first, so that a partly removed checkpoint does not count
         for name in names:
-            remove_object(f"{self.address}/{tag}/{name}")
+            client.remove_object(f"{self.address}/{tag}/{name}")
 
     def tags(self) -> list[str]:
         """Return the names of the complete checkpoints in the store, sorted by tokens seen."""
         try:
-            names = [name.rpartition("/")[2] for name in names_in(self.address)]
+            names = [name.rpartition("/")[2] for name in client.names_in(self.address)]
         except FileNotFoundError:  # a folder of a file system, before the first checkpoint
             names = []
         manifests = (n for n in names if n.startswith("step_") and n.endswith(_MANIFEST_SUFFIX))
@@ -155,13 +148,9 @@ class Mirror:
         """Download the newest checkpoint, and the logs, into a directory without checkpoints.
 
         Skips checkpoints of more than ``at_most`` tokens. Returns the checkpoint's name; None if
-        the store has none.
-
-        Raises:
-            ResumeError: a file is missing.
-            FormatError: repeated downloads of a file do not match the manifest.
-            ConfigError: the store belongs to another run, or its address is invalid.
-            OSError: the store cannot be read.
+        the store has none. Raises ResumeError if a file is missing, FormatError if repeated
+        downloads do not match the manifest, ConfigError if the store belongs to another run,
+        OSError if it cannot be read.
         """
         run = RunDirectory(directory.parent)
         owner = self.check_owner(run)
@@ -169,7 +158,7 @@ class Mirror:
         if not tags:
             return None
         tag = tags[-1]
-        manifest_object = find_object(f"{self.address}/{tag}{_MANIFEST_SUFFIX}")
+        manifest_object = client.find_object(f"{self.address}/{tag}{_MANIFEST_SUFFIX}")
         assert manifest_object is not None, "it was listed above"
         progress = functools.partial(self._progress.inside, f"restoring {tag} from its mirror")
         partial = directory / f"{tag}.partial"
@@ -179,13 +168,13 @@ class Mirror:
         manifest = _fetch(manifest_object, tag, partial / MANIFEST)
         for name, expected in manifest.files.items():
             (partial / name).parent.mkdir(parents=True, exist_ok=True)
-            file = find_object(f"{self.address}/{tag}/{name}")
+            file = client.find_object(f"{self.address}/{tag}/{name}")
             if file is None:
                 raise ResumeError(f"{self.address}/{tag}/{name} is missing")
             check = functools.partial(_check, expected, progress)
             open_cache().fetch(file, partial / name, check, progress)
         for log in (directory.parent / name for name in LOGS):
-            if not log.exists() and (lines := find_object(f"{self.address}/{log.name}")):
+            if not log.exists() and (lines := client.find_object(f"{self.address}/{log.name}")):
                 open_cache().fetch(lines, log)
         run.create_id(owner)
         partial.rename(directory / tag)
@@ -201,7 +190,7 @@ def _check(expected: FileFacts, progress: Callable[[], object], path: Path) -> N
         raise FormatError(f"{path} {problem}")
 
 
-def _fetch(manifest: RemoteObject, tag: str, path: Path) -> CheckpointManifest:
+def _fetch(manifest: client.RemoteObject, tag: str, path: Path) -> CheckpointManifest:
     """Download a manifest to ``path`` and read it. Raises ResumeError if it is damaged."""
     open_cache().fetch(manifest, path)
     return CheckpointManifest.read(Path(tag), path)

@@ -45,8 +45,8 @@ class RankProgress:
         self.signs, self.place = self.signs + 1, place
 
     def wait(self, work: Future[Any], thread: RankProgress) -> None:
-        """Wait for the work of a thread; the thread's signs count for this rank. Raises
-        the errors of the work."""
+        """Wait for the work of a thread, whose signs count for this rank. Raises the errors of the
+        work."""
         seen = thread.signs
         while not wait([work], timeout=1.0).done:
             if thread.signs > seen:
@@ -88,8 +88,7 @@ class World:
     """Process group for messages on the CPU (gloo); None: the default group."""
     sequence_group: Any = None
     """Process group of the ranks that share long samples with this one; None: no sharing."""
-    progress: RankProgress = field(default_factory=RankProgress)
-    """Progress of this rank; the heartbeat reports it to the others."""
+    progress: RankProgress = field(default_factory=RankProgress)  # the heartbeat reports it
 
     @property
     def is_first(self) -> bool:
@@ -97,7 +96,6 @@ class World:
         return self.rank == 0
 
     def gather(self, value: T) -> list[T]:
-        """Return every rank's value, in the order of ranks; collective."""
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)
         return values
@@ -111,8 +109,8 @@ class World:
             raise error(f"{what}: {'; '.join(problems)}")
 
     def on_first(self, action: Callable[[], T]) -> T:
-        """Run ``action`` on the first rank; return its result on all ranks. Collective.
-        A MegapackError or OSError of ``action`` is raised on all ranks."""
+        """Run ``action`` on the first rank; return its result, or raise its MegapackError or
+        OSError, on all ranks. Collective."""
         value: Any = None
         problem: Exception | None = None
         if self.is_first:
@@ -131,9 +129,9 @@ class World:
 def connect_ranks(*, timeout_minutes: float, sequence_parallel_size: int = 1) -> Iterator[World]:
     """Connect this process to the other ranks, after ``command.set_rank_environment``.
 
-    At the end every rank waits for the others, so that no launcher kills a rank that still writes.
-    After an exception no rank waits, because the others may be gone. ``timeout_minutes`` is the
-    timeout of collectives; ``sequence_parallel_size`` consecutive ranks share samples.
+    At the end every rank waits for the others, so that no launcher kills a rank that still writes;
+    after an exception no rank waits, because the others may be gone. ``timeout_minutes`` is that of
+    collectives; ``sequence_parallel_size`` consecutive ranks share samples.
     """
     import deepspeed  # noqa: PLC0415
     import deepspeed.ops  # noqa: PLC0415

@@ -1,11 +1,10 @@
 """Transformers configuration of a model, and checks of it and of its checkpoint.
 
-``model_configuration`` makes the configuration from a preset, a checkpoint or any transformers
-configuration, with overrides.
-``check_checkpoint`` compares tensors, ``attention_needs`` lists requirements of the attention, and
-``position_limit`` returns the limit on the length of documents. transformers accepts unknown
-fields, sizes that fit no layer, and checkpoints of other models (with random values for missing
-tensors). This module refuses them before a model is built.
+``model_configuration`` makes it from a preset, a checkpoint or any transformers configuration, with
+overrides; ``check_checkpoint`` compares tensors, ``attention_needs`` lists requirements of the
+attention, and ``position_limit`` returns the limit on the length of documents. transformers accepts
+unknown fields, sizes that fit no layer, and checkpoints of other models; this module refuses them
+before a model is built.
 
     model_configuration(ModelConfig(preset="llama_1b", overrides={"num_layer": 2}), 32000)
     # ConfigError: model.overrides.num_layer: no field of a llama configuration ...
@@ -56,12 +55,8 @@ def model_configuration(config: ModelConfig, vocab_size: int) -> Any:
     """Return the transformers configuration of a run.
 
     A preset, or a ``config`` without ``vocab_size``, gets the dataset's vocabulary size, rounded up
-    to a multiple of ``vocab_multiple``. Other vocabularies must be at least as large as the
-    dataset's.
-
-    Raises:
-        ConfigError: an unknown preset, overrides that are not fields or fit no model, a vocabulary
-            that is too small, or attention dropout.
+    to a multiple of ``vocab_multiple``. Raises ConfigError for overrides that are not fields or fit
+    no model, a vocabulary smaller than the dataset's, or attention dropout.
     """
     vocab_size = config.vocab_size or vocab_size
     register_architectures()
@@ -123,12 +118,9 @@ def _new_configuration(config: ModelConfig, vocab_size: int) -> Any:
 
 
 def _keys(config: ModelConfig) -> dict[str, Any]:
-    """Return the keys of a preset or of ``model.config``, without those about a file.
-
-    Unknown options that are off (``attention_bias: false``) stay; ``_check_names_and_values``
-    accepts them. A config.json contains all fields; its dropouts and special tokens are those of
-    the original training, so this function drops them.
-    """
+    """Return the keys of a preset or of ``model.config``, without those about a file. A config.json
+    contains all fields; its dropouts and special tokens are those of the original training, so this
+    function drops them."""
     from transformers import PreTrainedConfig  # noqa: PLC0415
 
     if config.preset is not None:
@@ -194,8 +186,7 @@ def _remove_dropout(configuration: Any, given: Collection[str] = ()) -> None:
 
 def _check_decoder(configuration: Any) -> None:
     """Raise ConfigError unless the model is a text decoder with equal attention sizes in all
-    layers.
-    """
+    layers."""
     names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim")
     kind = f"model: architecture {configuration.model_type!r}"
     try:
@@ -293,11 +284,9 @@ def _find_conflict(configuration: Any) -> str | None:
 
 @contextmanager
 def _rope_warnings(warnings: list[str]) -> Iterator[None]:
-    """Append transformers' warnings about RoPE's parameters to ``warnings``.
-
-    Ignores those of ``warning_once``: they only advise on style, and each appears once per process,
-    so a model would be refused at its first check and accepted at the next.
-    """
+    """Append transformers' warnings about RoPE's parameters to ``warnings``. Ignores those of
+    ``warning_once``: each appears once per process, so a model would be refused at its first check
+    and accepted at the next."""
     logger = logging.getLogger("transformers.modeling_rope_utils")
     level, handler = logger.level, logging.Handler(logging.WARNING)
 
@@ -316,11 +305,8 @@ def _rope_warnings(warnings: list[str]) -> Iterator[None]:
 
 
 def check_checkpoint(config: ModelConfig, configuration: Any) -> None:
-    """Check that checkpoint and model have tensors of the same names and shapes.
-
-    Tensors that the checkpoint lacks would get random values; tensors that the model lacks would be
-    lost. Raises ConfigError with the names of the first such tensors and their number.
-    """
+    """Check that checkpoint and model have tensors of the same names and shapes: others would get
+    random values, or be lost. Raises ConfigError with the names of the first such tensors."""
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
     if config.pretrained is None:
@@ -392,33 +378,27 @@ class PositionLimit:
     """Longest document that a transformers configuration allows."""
 
     tokens: int
-    source: str
-    """Field of the configuration with the limit."""
-    remedy: str
-    """Alternative to shorter documents."""
+    source: str  # field of the configuration with the limit
+    remedy: str  # alternative to shorter documents
     is_hard: bool = True
     """True: the model has no positions beyond ``tokens``. False: it was not trained on them."""
 
 
 def position_limit(configuration: Any, wanted: int) -> PositionLimit | None:
-    """Return the limit of an architecture; None: any length, as with ALiBi or without positions.
-
-    ``PositionLimit.remedy`` describes the change that allows ``wanted`` tokens.
-    """
+    """Return the limit of an architecture; None: any length, as with ALiBi. ``remedy`` describes
+    the change that allows ``wanted`` tokens."""
     limit = getattr(configuration, "max_position_embeddings", None)
     alibi = configuration.model_type == "gpt2_alibi" or getattr(configuration, "alibi", False)
     if not isinstance(limit, int) or alibi:
         return None
+    is_hard, remedy = True, f"set model.overrides.max_position_embeddings={wanted}"
     if configuration.model_type in _LEARNED:
         remedy = "use a model with RoPE or ALiBi"
-        return PositionLimit(tokens=limit, source="max_position_embeddings", remedy=remedy)
-    remedy = f"set model.overrides.max_position_embeddings={wanted}"
-    if getattr(configuration, "rope_parameters", None):
+    elif getattr(configuration, "rope_parameters", None):
+        is_hard = False
         remedy += (
             " (RoPE works for any position, but a checkpoint trained on shorter documents may need "
             "another rope_theta or rope_type in model.overrides.rope_parameters)"
         )
-    hard = not getattr(configuration, "rope_parameters", None)
-    return PositionLimit(
-        tokens=limit, source="max_position_embeddings", remedy=remedy, is_hard=hard
-    )
+    source = "max_position_embeddings"
+    return PositionLimit(tokens=limit, source=source, remedy=remedy, is_hard=is_hard)

@@ -45,7 +45,6 @@ class ModelFlops:
 
     @staticmethod
     def of(model: nn.Module, configuration: Any) -> ModelFlops:
-        """Count the operations of a causal language model of transformers."""
         active = _active_experts(configuration)
         tables, products = (
             {id(m.weight) for m in model.modules() if isinstance(m, kind)}

@@ -1,9 +1,8 @@
 """Estimate of the memory that a rank needs, without a device.
 
 A forward and a backward pass run on fake tensors (shapes without values), and every storage counts
-while it is alive: activations, copies made by autocast, recomputed layers, temporary gradients. The
-sizes of temporaries of our own operations are computed from their shapes. In addition, DeepSpeed
-0.19 allocates, by stage:
+while it is alive; temporaries of our own operations are computed from their shapes. In addition,
+DeepSpeed 0.19 allocates, for P parameters on N ranks, in bytes:
 
     stage     parameters  gradients  master weights  optimizer  buckets
     0, fp32   4P          4P                         8P         the reduction's copy, 4P
@@ -13,8 +12,7 @@ sizes of temporaries of our own operations are computed from their shapes. In ad
     2         2P or 4P    4P/N       4P/N            8P/N       reduce_bucket_size x 2 or 4 bytes
     3         the same/N  4P/N       4P/N            8P/N       the same, and gathered parameters
 
-for P parameters on N ranks, in bytes. ``tests/training/test_memory.py`` compares the estimate with
-the memory of DeepSpeed's engines under torch's memory tracker.
+``tests/training/test_memory.py`` compares the estimate with DeepSpeed's engines.
 """
 
 from __future__ import annotations
@@ -68,8 +66,7 @@ def estimate_memory(
     """Return the peak memory of a rank: in the loss, in the backward pass, or at the end of a step.
 
     Args:
-        model: model on the meta device. Its tensors become fake, and its activations are
-            checkpointed if configured.
+        model: model on the meta device; its tensors become fake.
         longest: tokens of the largest bucket.
         zero: ``zero_optimization`` of ``deepspeed_configuration``.
     """
@@ -108,14 +105,9 @@ def estimate_memory(
         loss["reduce buckets"] = buckets
     backward = {**held, "reduce buckets": buckets, "activations": in_backward}
     copied = 4 * min(count, 5 * 10**8) if world_size > 1 and (is_bf16_optimizer or not stage) else 0
-    end = {
-        **held,
-        "gradients": count
-        * 4
-        // gradient_shares
-        * (2 if stage in (1, 2) and not is_bf16_optimizer else 1),
-        "reduce buckets": copied,
-    }
+    doubled = 2 if stage in (1, 2) and not is_bf16_optimizer else 1
+    gradients = count * 4 // gradient_shares * doubled
+    end = {**held, "gradients": gradients, "reduce buckets": copied}
     most = max(loss, backward, end, key=lambda parts: sum(parts.values()))
     return MemoryEstimate(parts={k: v for k, v in most.items() if v}, on_host=on_host)
 

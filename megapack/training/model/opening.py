@@ -1,11 +1,10 @@
 """Model of a run: an architecture from transformers, with megapack's attention and loss.
 
-``open_model`` chooses the attention, checks the architecture and builds the model
-(``build_model``); with ZeRO-3, no rank ever holds the whole model. ``tile_mlps`` computes the MLPs
-of long rows in chunks of tokens, with DeepSpeed's TiledMLP: the activations between an MLP's two
-projections are its largest; with chunks, only those of one chunk exist at once, and the backward
-pass recomputes them (Bekman et al., *Arctic Long Sequence Training*, 2025). The gradients of a
-weight over the chunks are added in the weight's dtype.
+``open_model`` chooses the attention, checks the architecture and builds the model; with ZeRO-3, no
+rank ever holds the whole model. ``tile_mlps`` computes the MLPs of long rows in chunks of tokens
+with DeepSpeed's TiledMLP, so that the activations between an MLP's two projections, its largest,
+exist for one chunk only; the backward pass recomputes them (Bekman et al., *Arctic Long Sequence
+Training*, 2025), and adds a weight's gradients over the chunks in the weight's dtype.
 
     num_chunks(10, 4)  # -> 3 chunks, of 4, 4 and 2 tokens
 """
@@ -47,18 +46,16 @@ from megapack.training.model.training_model import TrainingModel
 
 
 def num_chunks(num_tokens: int, chunk_tokens: int) -> int:
-    """Return the number of equal chunks (the last may be shorter) of at most ``chunk_tokens``: what
-    ``torch.chunk`` makes, which may be fewer than requested."""
+    """Return the number of chunks that ``torch.chunk`` makes: at most ``chunk_tokens`` each, equal
+    but for the last."""
     size = -(-num_tokens // -(-num_tokens // chunk_tokens))
     return -(-num_tokens // size)
 
 
 def tile_mlps(layers: nn.ModuleList, chunk_tokens: int) -> None:
-    """Compute the MLP of every layer in chunks of at most ``chunk_tokens`` tokens.
-
-    Raises ConfigError if an MLP contains anything but dense layers. In a mixture of experts, a
-    chunk may leave an expert unused, whose gradient would be lost; dropout would be drawn again.
-    """
+    """Compute the MLP of every layer in chunks of at most ``chunk_tokens`` tokens. Raises
+    ConfigError if an MLP contains anything but dense layers: a chunk may leave an expert unused,
+    whose gradient would be lost; dropout would be drawn again."""
     for layer in layers:
         mlp = getattr(layer, "mlp", None)
         if problem := _problem(mlp):
@@ -126,19 +123,15 @@ def open_model(
     """Build the model of a run in float32, and choose its attention.
 
     Collective with ``zero_3`` (the model then has the dtype of the run) and with
-    ``sequence_group``.
+    ``sequence_group``. Raises ConfigError if no attention supports the model, packed rows would
+    train it wrongly, or its MLPs cannot be computed in chunks.
 
     Args:
         architecture: result of ``model_configuration``.
         empty: build on the meta device, for an estimate.
         zero_3: DeepSpeed's configuration, if ZeRO-3 divides parameters; else None.
-        distill: see ``TrainingModel``.
         sequence_group: process group of the ranks that share long samples.
         progress: called for every loaded tensor (not with ``zero_3``).
-
-    Raises:
-        ConfigError: no attention supports the model, packed rows would train it wrongly, or its
-            MLPs cannot be computed in chunks.
     """
     dtype = compute_dtype(engine)
     choice = choose_backend(attention_needs(architecture, device, dtype), config.attention_backend)
@@ -174,8 +167,7 @@ def compute_dtype(engine: EngineConfig) -> torch.dtype:
 def check_packed_rows(
     configuration: Any, *, backend: str, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Check that packed rows train an architecture correctly (``check_architecture``). Raises
-    ConfigError, which names the architecture, the layer and the difference."""
+    """Check with ``check_architecture`` that packed rows train an architecture correctly."""
     register_architectures()
     register(backend)
     check_architecture(
@@ -190,22 +182,16 @@ def check_packed_rows(
 
 
 def check_document_positions(configuration: Any, longest: int) -> None:
-    """Check that no document depends on longer documents in its row (``check_positions``).
-
-    ``longest``: largest number of positions of a document or of padding. Raises ConfigError, which
-    names the architecture, the field and its value.
-    """
+    """Check with ``check_positions`` that no document depends on longer documents in its row;
+    ``longest``: largest number of positions of a document or of padding."""
     register_architectures()
     register("eager")
     check_positions(configuration, attention=ATTENTION_NAME, build=_from_scratch, longest=longest)
 
 
 def check_routes(configuration: Any, columns: Mapping[str, Any]) -> None:
-    """Check that an architecture can replay routes, and that batches carry routes of its shape.
-
-    ``columns``: types of the columns of the batches (``ColumnSpec``). Raises ConfigError, which
-    names the architecture and the reason, or the column and both shapes.
-    """
+    """Check that an architecture can replay routes, and that batches carry routes of its shape;
+    ``columns``: their types. Raises ConfigError."""
     register_architectures()
     check_replay(configuration, _from_scratch)
     with torch.device("meta"):
@@ -227,9 +213,8 @@ def check_routes(configuration: Any, columns: Mapping[str, Any]) -> None:
 def check_slices(
     configuration: Any, *, backend: str, group: Any, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Check that slices of samples train an architecture correctly
-    (``check_sequence_parallel``). Raises ConfigError, which names the architecture and
-    the difference."""
+    """Check with ``check_sequence_parallel`` that slices of samples train an architecture
+    correctly."""
     check_sequence_parallel(
         configuration,
         backend=backend,
@@ -277,12 +262,8 @@ def build_model(
     sequence_group: Any = None,
     progress: Callable[[], object] = lambda: None,
 ) -> TrainingModel:
-    """Build the model in float32 on the current default device; divide it under ZeRO-3.
-
-    Weights from scratch are a function of ``seed``, the architecture and the kind of device.
-
-    Raises ConfigError if the checkpoint does not fit the model (``check_checkpoint``).
-    """
+    """Build the model in float32 on the current default device; divide it under ZeRO-3. Weights
+    from scratch are a function of ``seed``, the architecture and the kind of device."""
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
     register_architectures()
@@ -329,11 +310,8 @@ def build_model(
 
 @contextmanager
 def divided_by_zero_3(zero_3: Mapping[str, Any] | None, *, loaded: bool = False) -> Iterator[None]:
-    """Divide the transformers modules that the block creates among all ranks.
-
-    ``zero_3`` None: divide nothing. ``loaded``: ``from_pretrained`` creates the modules; the
-    first rank reads the files.
-    """
+    """Divide the transformers modules that the block creates among all ranks; None: divide nothing.
+    ``loaded``: ``from_pretrained`` creates them; the first rank reads the files."""
     if zero_3 is None:
         yield
     elif loaded:

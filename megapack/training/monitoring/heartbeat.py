@@ -29,15 +29,13 @@ LOST_CONTACT = 76
 
 
 class Heartbeat:
-    """Thread that reports this rank and watches the others: ``with Heartbeat(world):``.
-
-    A beat contains the progress of the rank (``World.progress``), because the heartbeat thread of a
-    rank that hangs still sends beats.
+    """Thread that reports this rank and watches the others: ``with Heartbeat(world):``. A rank that
+    hangs still sends beats, so a beat contains its progress (``World.progress``).
 
     Args:
         interval: seconds between beats.
-        heartbeat_timeout, hang_timeout: as in ``EngineConfig``, in seconds. They must exceed any
-            pause of a healthy process, such as slow storage.
+        heartbeat_timeout, hang_timeout: as in ``EngineConfig``, in seconds; longer than any pause
+            of a healthy process, such as slow storage.
         on_loss: called with the reason before this process ends.
     """
 
@@ -56,13 +54,10 @@ class Heartbeat:
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._seen: dict[int, tuple[bytes, float]] = {}
-        self._reached: tuple[list[tuple[int, int]], float] = (
-            [],
-            0.0,
-        )  # progress of all ranks, and its time
+        # Progress of all ranks, and its time.
+        self._reached: tuple[list[tuple[int, int]], float] = ([], 0.0)
         self._lost: str | None = None
-        # Use a separate store: waiting in the store of torch.distributed would block its other
-        # users.
+        # A separate store: waiting in that of torch.distributed would block its other users.
         first_store = self._open_store(0) if world.is_first else None  # at any free port
         port = world.gather(0 if first_store is None else first_store.port)[0]
         self._store = self._open_store(port) if first_store is None else first_store
@@ -93,9 +88,7 @@ class Heartbeat:
 
     def explain(self) -> str | None:
         """Return a sentence that names the ranks lost in a failed collective; None: no rank is.
-
-        Waits for a few heartbeat intervals before it returns None.
-        """
+        Waits for a few heartbeat intervals before it returns None."""
         timeout = 3 * self.interval
         deadline = time.monotonic() + timeout + 3 * self.interval
         while self._lost is None and time.monotonic() < deadline:
@@ -164,6 +157,5 @@ class Heartbeat:
         try:
             call()
         except RuntimeError:  # raised by torch's stores and networks
-            self._lost = (
-                f"lost contact with {self._name(0)}, which stores the heartbeats of all ranks"
-            )
+            store = f"{self._name(0)}, which stores the heartbeats of all ranks"
+            self._lost = f"lost contact with {store}"

@@ -47,10 +47,8 @@ logger = logging.getLogger("megapack")
 class StepWork:
     """Tokens and operations of one step."""
 
-    tokens: int
-    """All tokens, with padding."""
-    useful_tokens: int
-    """Tokens of documents that are not masked."""
+    tokens: int  # all tokens, with padding
+    useful_tokens: int  # tokens of documents that are not masked
     flops: float
     """Model FLOPs: tokens of documents, attention within segments and window."""
     naive_flops: float
@@ -94,11 +92,8 @@ class SourceLosses:
         return {self.names[place]: int(counts[place]) for place in np.unique(source).tolist()}
 
     def add_losses(self, lines: Sequence[dict[str, Any]], results: Sequence[StepResult]) -> None:
-        """Set ``source_loss`` in lines with ``source_label_tokens``; collective.
-
-        The sums over samples are computed on the host, so they do not depend on the device. The
-        number of ranks changes them no more than it changes the losses.
-        """
+        """Set ``source_loss`` in lines with ``source_label_tokens``; collective. The sums over
+        samples are computed on the host, so they do not depend on the device."""
         width = len(self.names)
         losses = torch.cat([result.sample_losses for result in results])
         row = np.repeat(np.arange(len(results)), [len(result.source) for result in results])
@@ -118,10 +113,8 @@ class SourceLosses:
 
 
 def mean_by_source(lines: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, int]]:
-    """Return source -> (mean loss over lines of ``log.jsonl``, label tokens of these losses).
-
-    Sources with more label tokens come first. Lines without ``source_loss``, and losses that are
-    NaN or infinite, are ignored.
+    """Return source -> (mean loss over lines of ``log.jsonl``, label tokens of these losses), the
+    source with the most label tokens first. Losses that are missing, NaN or infinite are ignored.
     """
     sums: dict[str, float] = {}
     tokens: dict[str, int] = {}
@@ -150,9 +143,9 @@ def _finite(value: float) -> float | None:
 class Monitor:
     """Collects steps and writes them. All ranks call ``step`` and ``flush``.
 
-    ``loss`` is the mean of the cross entropy over label tokens. ``load_balancing_loss`` of a
-    mixture of experts and ``distillation_loss`` (the mean divergence from a teacher) are separate
-    from it, without their coefficients. With several sources, the log has a loss for each.
+    ``loss`` is the mean of the cross entropy over label tokens, without ``load_balancing_loss`` and
+    ``distillation_loss``, which are logged without their coefficients. With several sources, the
+    log has a loss for each.
 
     Args:
         start: first step; TensorBoard removes earlier curves from this step on.
@@ -203,8 +196,8 @@ class Monitor:
         """Record a step, and write the log if it is due.
 
         ``line`` has ``step``, ``tokens_seen``, ``epoch``, ``lr``, ``data_wait`` (s), ``imbalance``,
-        ``padding``. Raises FloatingPointError if a loss is NaN or infinite, or if more than
-        ``max_skipped`` consecutive updates were skipped.
+        ``padding``. Raises FloatingPointError as ``flush`` does, and after too many skipped
+        updates.
         """
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
@@ -246,8 +239,8 @@ class Monitor:
         )
 
     def flush(self) -> None:
-        """Write the recorded steps; collective. Raises FloatingPointError on all ranks
-        if a loss is NaN or infinite."""
+        """Write the recorded steps; collective. Raises FloatingPointError on all ranks for a NaN
+        loss."""
         if not self._lines:
             return
         values = _means([r.loss_sum for r in self._results], self._results)

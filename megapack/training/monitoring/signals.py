@@ -62,10 +62,8 @@ class Agreement:
         self._pending: tuple[Any, torch.Tensor] | None = None
 
     def any(self, *flags: bool) -> list[bool] | None:
-        """Send this rank's flags; return those of the previous call, set if any rank set them.
-
-        All ranks get the same answer; the first call returns None.
-        """
+        """Send this rank's flags; return those of the previous call, set if any rank set them. All
+        ranks get the same answer; the first call returns None."""
         answers = None
         if self._pending is not None:
             work, message = self._pending
@@ -99,7 +97,6 @@ class StepProfiler:
         self._asked = True
 
     def begin(self, step: int) -> None:
-        """Start the trace if it begins with this step."""
         if self._asked and self._open is None:
             self._asked, self._steps = False, range(step, step + ON_SIGNAL)
         if self._open is not None or self._steps is None or step not in self._steps:
@@ -111,12 +108,10 @@ class StepProfiler:
         self._open.start()
 
     def end(self, step: int) -> None:
-        """Write the trace if it ends with this step."""
         if self._open is not None and self._steps is not None and step >= self._steps[-1]:
             self.close()
 
     def close(self) -> None:
-        """Write the trace of the steps so far."""
         if self._open is None or self._steps is None:
             return
         if self.world.device.type == "cuda":

@@ -26,8 +26,7 @@ class Slowdown(NamedTuple):
     what: str
     value: float
     limit: float
-    sentence: str
-    """Message for a value above the limit, with a remedy."""
+    sentence: str  # message for a value above the limit, with a remedy
 
     @property
     def passes(self) -> bool:

@@ -10,51 +10,16 @@ modules need.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from megapack.integrations.hosts.megatron.attention import (
-        PackedCoreAttention,
-        with_packed_attention,
-    )
-    from megapack.integrations.hosts.megatron.batch import (
-        flatten_rows,
-        forward_step,
-        get_batch,
-        to_packed_seq_params,
-    )
-    from megapack.integrations.hosts.megatron.dataset import PackedDatasetBuilder, PackedGPTDataset
-    from megapack.integrations.hosts.megatron.storage import (
-        IndexedDataset,
-        IndexedDatasetBuilder,
-        rebind_storage,
-    )
-    from megapack.integrations.hosts.megatron.swap import install, install_bridge, uninstall
-
-__all__ = [
-    "IndexedDataset",
-    "IndexedDatasetBuilder",
-    "PackedCoreAttention",
-    "PackedDatasetBuilder",
-    "PackedGPTDataset",
-    "flatten_rows",
-    "forward_step",
-    "get_batch",
-    "install",
-    "install_bridge",
-    "rebind_storage",
-    "to_packed_seq_params",
-    "uninstall",
-    "with_packed_attention",
-]
-
-_HOMES = {
+_HOMES = {  # module -> its public names
     "attention": ("PackedCoreAttention", "with_packed_attention"),
     "batch": ("flatten_rows", "forward_step", "get_batch", "to_packed_seq_params"),
     "dataset": ("PackedDatasetBuilder", "PackedGPTDataset"),
     "storage": ("IndexedDataset", "IndexedDatasetBuilder", "rebind_storage"),
     "swap": ("install", "install_bridge", "uninstall"),
 }
+__all__ = sorted(name for names in _HOMES.values() for name in names)  # noqa: PLE0605
 
 
 def __getattr__(name: str) -> Any:

@@ -32,19 +32,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--own-get-batch",
-        choices=("auto", "yes", "no"),
-        default="auto",
-        help="replace the script's get_batch: auto (default) on megatron-core 0.16 and 0.17",
-    )
-    parser.add_argument(
-        "--no-probe",
-        action="store_true",
-        help="do not probe the model on its first micro batch before training",
-    )
-    parser.add_argument("script", help="Megatron-LM's pretrain_gpt.py, or one of your own")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on unchanged")
+    add, choices = parser.add_argument, ("auto", "yes", "no")
+    own = "replace the script's get_batch: auto (default) on megatron-core 0.16 and 0.17"
+    add("--own-get-batch", choices=choices, default="auto", help=own)
+    no_probe = "do not probe the model on its first micro batch before training"
+    add("--no-probe", action="store_true", help=no_probe)
+    add("script", help="Megatron-LM's pretrain_gpt.py, or one of your own")
+    add("arguments", nargs=argparse.REMAINDER, help="passed on unchanged")
     args = parser.parse_args(arguments)
     install(own_get_batch=args.own_get_batch, probe=not args.no_probe)
     sys.argv = [args.script, *args.arguments]

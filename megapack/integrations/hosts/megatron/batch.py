@@ -35,16 +35,16 @@ from megapack.planning import context_parallel_indices
 
 
 def flatten_rows(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Join the rows of a micro batch into one.
+    """Join the collated dataset rows of a micro batch (on the CPU) into one.
 
     Args:
-        batch: collated dataset rows on the CPU: tokens, labels, position_ids int64 and loss_mask
-            float32 ``(mbs, row)``, cu_seqlens int32 ``(mbs, n)`` (the last value of a row may
-            repeat), max_seqlen int32 ``(mbs,)``, and perhaps cu_seqlens_padded like cu_seqlens.
+        batch: tokens, labels, position_ids int64 and loss_mask float32 ``(mbs, row)``, cu_seqlens
+            int32 ``(mbs, n)`` (the last value of a row may repeat), max_seqlen int32 ``(mbs,)``,
+            and perhaps cu_seqlens_padded like cu_seqlens.
 
     Returns:
         The four row keys ``(1, mbs * row)``, columns ``(1, mbs * row, ...)``, cu_seqlens (and
-        cu_seqlens_padded) 1-D int32 without repeated values, max_seqlen 0-d int32.
+            cu_seqlens_padded) 1-D int32 without repeated values, max_seqlen 0-d int32.
     """
     keys = (*ROW_KEYS, *column_names(batch))
     flat = {key: batch[key].flatten(0, 1)[None] for key in keys}

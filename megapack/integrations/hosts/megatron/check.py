@@ -93,8 +93,8 @@ class RankReport:
     block: int = 0
     num_rows: dict[str, int] = field(default_factory=dict)
     drawn: list[Drawn] = field(default_factory=list)
+    # The first documents, as text if the run's tokenizer decodes them, else as ids.
     documents: list[str] = field(default_factory=list)
-    """The first documents, as text if the run's tokenizer decodes them, else as ids."""
 
 
 def draw_rank(
@@ -109,8 +109,8 @@ def draw_rank(
     """Run the script as this rank until it would train, and draw the first steps. A process can
     call it once: Megatron never releases its arguments and groups.
 
-    Raises ConfigError for flags, a manifest or sizes that contradict each other, MegapackError or
-    OSError for data that cannot be read, and SystemExit if the script's parser refuses a flag.
+    Raises ConfigError for flags, a manifest or sizes that contradict each other, the errors of the
+    data, and SystemExit if the script's parser refuses a flag.
     """
     report = RankReport()
 
@@ -153,18 +153,15 @@ def _initialize_rank(world: RankLayout, place: RankPlace, arguments: list[str]) 
 
 def _dataset_provider(arguments: tuple[Any, ...], named: dict[str, Any]) -> Callable[..., Any]:
     """Return the script's function that builds datasets: the first one passed to pretrain()."""
-    provider = named.get("train_valid_test_dataset_provider")
-    for value in arguments:
-        if provider is None and hasattr(value, "__code__"):
-            provider = value
+    functions = (value for value in arguments if hasattr(value, "__code__"))
+    provider = named.get("train_valid_test_dataset_provider") or next(functions, None)
     if provider is None:
         raise ConfigError("the script passes pretrain() no function that builds its datasets")
     return provider  # type: ignore[no-any-return]
 
 
 def _script_arguments(named: dict[str, Any]) -> Any:
-    """Return the arguments of the script; parse them if the script has not (Megatron up to
-    0.17)."""
+    """Return the script's arguments; parse them if the script has not (Megatron up to 0.17)."""
     variables = importlib.import_module("megatron.training.global_vars")
     if variables._GLOBAL_ARGS is None:
         parser = importlib.import_module("megatron.training.arguments")

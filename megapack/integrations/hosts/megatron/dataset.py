@@ -26,20 +26,9 @@ from torch import Tensor
 
 from megapack.data.documents import SourceDocuments
 from megapack.errors import ConfigError
-from megapack.integrations.dialects import (
-    MEGATRON,
-    MEGATRON_BRIDGE,
-    Dialect,
-    check_columns,
-    emit,
-)
-from megapack.integrations.hosts.megatron.host import (
-    HOST,
-    BatchSizes,
-    batch_sizes,
-    script_arguments,
-    version,
-)
+from megapack.integrations.dialects import MEGATRON, MEGATRON_BRIDGE, Dialect, check_columns, emit
+from megapack.integrations.hosts.megatron import host
+from megapack.integrations.hosts.megatron.host import HOST, BatchSizes, batch_sizes, version
 from megapack.integrations.hosts.megatron.probe import watch_first_call
 from megapack.integrations.rows.dataset import GatheredRows, RowDataset, RowOptions
 from megapack.integrations.rows.open_rows import Manifest, open_documents, open_rows
@@ -143,8 +132,8 @@ class PackedGPTDataset(GatheredRows, MegatronDataset):  # type: ignore[misc]  # 
 
         Returns:
             tokens, labels, position_ids int64 and loss_mask float32 ``(sequence_length,)``; labels
-            are 0 where loss_mask is 0; cu_seqlens int32, max_seqlen 0-d int32 (and
-            cu_seqlens_padded with context parallelism); columns ``(sequence_length, *shape)``.
+                are 0 where loss_mask is 0; cu_seqlens int32, max_seqlen 0-d int32 (and
+                cu_seqlens_padded with context parallelism); columns ``(sequence_length, *shape)``.
         """
         row = {key: value[0] for key, value in self.micro_batch([i or 0]).items()}
         if i is None:
@@ -152,12 +141,10 @@ class PackedGPTDataset(GatheredRows, MegatronDataset):  # type: ignore[misc]  # 
         return row
 
     def micro_batch(self, numbers: Sequence[int]) -> dict[str, Tensor]:
-        """Return rows, stacked: ``(rows, ...)`` under every key."""
         assert self.rows is not None, "an empty split has no rows"
         return emit(self.rows.micro_batch(numbers), self.dialect)
 
     def bucket_of(self, i: int) -> int:
-        """Return the bucket number of row ``i``."""
         assert self.rows is not None, "an empty split has no rows"
         return self.rows.bucket_of(i)
 
@@ -263,7 +250,7 @@ class PackedDatasetBuilder(BlendedMegatronDatasetBuilder):  # type: ignore[misc]
         **options: Any,
     ) -> None:
         if isinstance(cls, type) and issubclass(cls, PackedGPTDataset):
-            _check_flags(script_arguments(), boundaries=self.needs_boundary_flag)
+            _check_flags(host.script_arguments(), boundaries=self.needs_boundary_flag)
             if cls.dialect is MEGATRON_BRIDGE:
                 loader = getattr(config, "dataloader_type", None) or "single"
                 if loader != "single":
@@ -325,8 +312,8 @@ def _wrong_flags(args: Any, *, boundaries: bool) -> Iterator[str]:
 
 
 def fold_blends(config: Any) -> Any:
-    """Return a copy of a dataset config in which every blend of several prefixes is one manifest.
-    Several validation sets (``multiple_validation_sets``) stay separate."""
+    """Return a copy of a dataset config in which every blend of several prefixes is one manifest,
+    but several validation sets (``multiple_validation_sets``) stay separate."""
     folded = copy.copy(config)
     if config.blend is not None:
         folded.blend = _fold(config.blend)

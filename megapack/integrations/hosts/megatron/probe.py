@@ -238,18 +238,14 @@ def _losses(
 
     cuda_devices = [device()] if device().type == "cuda" else []
     with torch.random.fork_rng(cuda_devices):  # the same noise in every pass
-        schedule(
-            **{
-                **step,
-                "forward_step_func": forward_step,
-                "data_iterator": [feed(i) for i in data_iterator]
-                if is_list
-                else feed(data_iterator),
-                "num_microbatches": num_micro_batches,
-                "forward_only": True,
-                "collect_non_loss_data": True,
-            }
-        )
+        replaced = {
+            "forward_step_func": forward_step,
+            "data_iterator": list(map(feed, data_iterator)) if is_list else feed(data_iterator),
+            "num_microbatches": num_micro_batches,
+            "forward_only": True,
+            "collect_non_loss_data": True,
+        }
+        schedule(**{**step, **replaced})
     return _gather_losses(losses[0] if losses else None, batch)
 
 

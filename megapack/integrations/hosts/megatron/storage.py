@@ -90,16 +90,8 @@ class IndexedDataset(storage.IndexedDataset, stock.IndexedDataset):  # type: ign
         prefix = self.prefix
         if not is_remote(prefix):
             prefix = os.path.abspath(prefix)  # noqa: PTH100 - pathlib would drop a trailing dot
-        return (
-            prefix,
-            self.multimodal,
-            self.mmap,
-            None,
-            None,
-            self.fast_cache_load,
-            self.sequences_per_dataset,
-            self.dtype_code,
-        )
+        options = (self.fast_cache_load, self.sequences_per_dataset, self.dtype_code)
+        return (prefix, self.multimodal, self.mmap, None, None, *options)
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         IndexedDataset.__init__(self, *state)

@@ -43,15 +43,14 @@ def needs_own_get_batch(release: tuple[int, int]) -> bool:
 
 
 def install(*, own_get_batch: OwnGetBatch = "auto", probe: bool = True) -> None:
-    """Replace Megatron's dataset classes with megapack's. A second call changes nothing.
-
-    Raises ConfigError if own_get_batch does not suit this release, or if the release lacks a name.
+    """Replace Megatron's dataset classes with megapack's. A second call changes nothing. Raises
+    ConfigError if own_get_batch does not suit this release, or if the release lacks a name.
 
     Args:
-        own_get_batch: ``auto`` replaces the script's ``get_batch`` if ``needs_own_get_batch()``;
-            otherwise it requires the flag with which Megatron's own ``get_batch`` reads boundaries.
-            ``yes`` is ``auto``, but raises ConfigError for releases that do not need it. ``no``
-            keeps the script's ``get_batch``.
+        own_get_batch: ``auto`` replaces the script's ``get_batch`` if its varlen path is broken
+            (0.16 and 0.17); otherwise it requires the flag with which Megatron's own ``get_batch``
+            reads boundaries. ``yes`` is ``auto``, but raises ConfigError for releases that do not
+            need it. ``no`` keeps the script's ``get_batch``.
         probe: probe the model on its first micro batch before training
             (``megapack.integrations.hosts.megatron.probe``), with six forward passes.
     """
