@@ -317,8 +317,9 @@ def test_unwritable_run_directory_is_refused_before_ranks_connect(
 ) -> None:
     (tmp_path / "file").touch()
     run = new_run()
-    output = run.start(f"run_dir={tmp_path / 'file' / 'run'}", ranks=1).end_with(1, "Not a dir")
+    output = run.start(f"run_dir={tmp_path / 'file' / 'run'}", ranks=1).end_with(2, "Not a dir")
     assert "Traceback" not in output and len(output.splitlines()) == 1
+    assert "run_dir is " in output and "--set run_dir=FOLDER" in output
 
 
 def test_checkpoint_exports_to_a_model(copy: NewRun, whole: Run, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ import yaml
 
 import megapack
 from megapack.config import check_range, read_yaml, to_dict
-from megapack.errors import FormatError, ResumeError
+from megapack.errors import ConfigError, FormatError, ResumeError
 from megapack.records import check_inside, parse_json, read_record
 from megapack.storage.files import atomic_write
 from megapack.storage.locks import WriterLock
@@ -185,12 +185,17 @@ class RunDirectory:
         return problems
 
     def check_writable(self) -> None:
-        """Create the directory and check that files can be written there. Raises OSError."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        for folder in (self.path, self.checkpoints):
-            if folder.exists():
-                with tempfile.TemporaryFile(dir=folder):
-                    pass
+        """Create the directory and check that files can be written there. Raises ConfigError."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            for folder in (self.path, self.checkpoints):
+                if folder.exists():
+                    tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            raise ConfigError(
+                f"run_dir is {self.path}, where no files can be written: {error.strerror}. Choose "
+                "a folder that this user may write to, with --set run_dir=FOLDER"
+            ) from error
 
 
 @dataclass(frozen=True, kw_only=True)
