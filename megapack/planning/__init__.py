@@ -12,6 +12,7 @@ from megapack.planning.context_parallel import (
 from megapack.planning.online import PlannedMicroBatch, StepPlanner
 from megapack.planning.simulation import AssignedStep, Cluster, StepTime, simulate_step
 from megapack.planning.step_plan import CriticalPath, StepPlan, plan_step
+from megapack.planning.trees import Tree
 
 __all__ = [
     "ASSIGNMENTS",
@@ -23,6 +24,7 @@ __all__ = [
     "StepPlan",
     "StepPlanner",
     "StepTime",
+    "Tree",
     "context_parallel_indices",
     "plan_step",
     "rank_micro_batches",
