@@ -1,5 +1,5 @@
-// plan_step: the ranks and micro batches of one step's documents. plan_trees: of sequences that share
-// prefixes.
+// plan_step: the ranks and micro batches of one step's documents. plan_trees: of sequences that
+// share prefixes.
 #include "bindings/scalars.hpp"
 
 #include <algorithm>
@@ -27,13 +27,9 @@ std::tuple<std::int64_t, Numbers, Numbers, Numbers> plan_step_numpy(
     std::int64_t max_tokens_per_rank, std::int64_t max_documents_per_rank,
     std::int64_t max_context_parallel_size, std::int64_t linear_cost_tokens,
     std::int64_t micro_batch_multiple) {
-    const StepRules rules{num_ranks,
-                          max_tokens_per_rank,
-                          max_documents_per_rank,
-                          max_context_parallel_size,
-                          linear_cost_tokens,
-                          balance_of(balance),
-                          micro_batch_multiple};
+    const StepRules rules{
+        num_ranks,          max_tokens_per_rank, max_documents_per_rank, max_context_parallel_size,
+        linear_cost_tokens, balance_of(balance), micro_batch_multiple};
     const auto lengths_view = view(lengths, "lengths");
     const auto costs_view = view(costs, "costs");
     const auto caps_view = view(max_costs, "max_costs_per_rank");
@@ -73,8 +69,9 @@ void check_sorted(Span<const std::int64_t> lengths, Span<const std::int64_t> sha
               "sequence ", k, " has ", lengths[k], " tokens and shares ", shared[k]);
 }
 
-// Returns (number of micro batches, offsets of trees, their sequences).
-std::tuple<std::int64_t, Numbers, Numbers> plan_trees_numpy(
+// Returns (number of micro batches, offsets of trees, their sequences, what each shares with the
+// one before).
+std::tuple<std::int64_t, Numbers, Numbers, Numbers> plan_trees_numpy(
     const Array<std::int64_t>& lengths, const Array<std::int64_t>& shared,
     const Array<std::int64_t>& groups, const std::string& balance, std::int64_t num_ranks,
     std::int64_t max_tokens_per_rank, std::int64_t linear_cost_tokens,
@@ -89,7 +86,7 @@ std::tuple<std::int64_t, Numbers, Numbers> plan_trees_numpy(
     TreePlan plan =
         unlocked([&] { return plan_trees(lengths_view, shared_view, groups_view, rules); });
     return {plan.num_micro_batches, to_numpy(std::move(plan.offsets)),
-            to_numpy(std::move(plan.sequences))};
+            to_numpy(std::move(plan.sequences)), to_numpy(std::move(plan.shared))};
 }
 
 Numbers limit_depth_numpy(const Array<std::int64_t>& lengths, const Array<std::int64_t>& shared,
@@ -120,7 +117,8 @@ Numbers32 tree_paths_numpy(const Array<std::int32_t>& begins, const Array<std::i
                parents_view = view(parents, "parents"), nodes_view = view(nodes, "nodes");
     check(begins_view.size() == lengths_view.size() && begins_view.size() == parents_view.size(),
           "the arrays of nodes differ in size");
-    return computed([&] { return tree_paths(begins_view, lengths_view, parents_view, nodes_view); });
+    return computed(
+        [&] { return tree_paths(begins_view, lengths_view, parents_view, nodes_view); });
 }
 
 }  // namespace

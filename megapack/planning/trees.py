@@ -172,28 +172,47 @@ class TreePlan:
     Attributes:
         num_ranks: data-parallel ranks.
         num_micro_batches: micro batches of every rank.
-        trees: ``[rank][micro batch]``; some trees may be empty.
-        trie_tokens: tokens of one trie of all sequences, the fewest that any plan forwards.
         token_multiple: the tokens of a tree are padded to a multiple of this.
+        trie_tokens: tokens of one trie of all sequences, the fewest that any plan forwards.
+        sequences: (S,) int64, numbers by tree, where tree b is that of micro batch ``b //
+            num_ranks`` and rank ``b % num_ranks``; in a tree by content, then number.
+        tree_offsets: (trees + 1,) int64: tree b has ``sequences[tree_offsets[b] : tree_offsets[b +
+            1]]``.
+        lengths: (S,) int64, tokens of each of `sequences`.
+        shared: (S,) int64, tokens that each shares with the one before in its tree.
     """
 
     num_ranks: int
     num_micro_batches: int
-    trees: list[list[Tree]]
+    token_multiple: int
     trie_tokens: int
-    token_multiple: int = 1
+    sequences: Int64
+    tree_offsets: Int64
+    lengths: Int64
+    shared: Int64
+
+    @cached_property
+    def trees(self) -> list[list[Tree]]:
+        """``[rank][micro batch]``; a tree may be empty."""
+        return [self.of_rank(rank) for rank in range(self.num_ranks)]
+
+    def of_rank(self, rank: int) -> list[Tree]:
+        """Return a rank's trees by micro batch. Raises ValueError."""
+        if not 0 <= rank < self.num_ranks:
+            raise ValueError(f"rank is {rank}; the plan is for {self.num_ranks} ranks")
+        numbers = range(rank, len(self.tree_offsets) - 1, self.num_ranks)
+        return [self._tree(slice(*self.tree_offsets[b : b + 2].tolist())) for b in numbers]
 
     @cached_property
     def num_tokens(self) -> Int64:
         """(micro batches, ranks) int64: tokens of each tree, padded to `token_multiple`."""
-        return -(-self._per_tree(lambda tree: tree.num_tokens) // self.token_multiple) * (
-            self.token_multiple
-        )
+        multiple = self.token_multiple
+        return -(-self._per_tree(self.lengths - self.shared) // multiple) * multiple
 
-    @cached_property
+    @property
     def repeated_tokens(self) -> int:
         """Tokens of all trees, without padding, beyond those of one trie."""
-        return int(self._per_tree(lambda tree: tree.num_tokens).sum()) - self.trie_tokens
+        return int(self.lengths.sum() - self.shared.sum()) - self.trie_tokens
 
     def cost(self, linear_cost_tokens: float) -> NDArray[np.float64]:
         """Return the predicted cost of each tree without padding, (micro batches, ranks) float64.
@@ -202,13 +221,12 @@ class TreePlan:
         linear_cost_tokens``, so that a sequence of n tokens alone costs n^2 + linear_cost_tokens x
         n. A tree costs that sum over its unique tokens.
         """
+        return self.attention + linear_cost_tokens * self._per_tree(self.lengths - self.shared)
 
-        def attention(tree: Tree) -> int:
-            begins = tree.node_depths.astype(np.int64)
-            return int(((begins + tree.node_lengths) ** 2 - begins**2).sum())
-
-        tokens = self._per_tree(lambda tree: tree.num_tokens)
-        return self._per_tree(attention) + linear_cost_tokens * tokens
+    @cached_property
+    def attention(self) -> NDArray[np.float64]:
+        """(micro batches, ranks): sum of 2 p + 1 over the unique tokens, p being their depths."""
+        return self._per_tree(self.lengths**2 - self.shared**2).astype(np.float64)
 
     def critical_path(self, linear_cost_tokens: float) -> CriticalPath:
         """Return the step's length compared with equal work on all ranks, as in ``StepPlan``.
@@ -217,10 +235,24 @@ class TreePlan:
         """
         return CriticalPath.of_costs(self.cost(linear_cost_tokens))
 
-    def _per_tree(self, value: Any) -> Int64:
-        shape = (self.num_ranks, self.num_micro_batches)
-        values = [[value(tree) for tree in rank] for rank in self.trees]
-        return np.array(values, np.int64).reshape(shape).T
+    def _per_tree(self, amounts: Int64) -> Int64:
+        """Sum amounts of sequences by tree."""
+        ends = np.concatenate([[0], np.cumsum(amounts)])[self.tree_offsets]
+        return np.diff(ends).reshape(self.num_micro_batches, self.num_ranks)
+
+    def _tree(self, which: slice) -> Tree:
+        numbers = self.sequences[which]
+        nodes = _core.tree_nodes(self.lengths[which], self.shared[which])
+        begins, lengths, parents, depths, first_sequences, sequence_nodes = nodes
+        return Tree(
+            sequences=numbers,
+            node_begins=begins,
+            node_lengths=lengths,
+            node_parents=parents,
+            node_depths=depths,
+            node_sequences=numbers[first_sequences],
+            sequence_nodes=sequence_nodes,
+        )
 
 
 def plan_trees(
@@ -308,7 +340,7 @@ def plan_trees(
             f"groups has shape {group_ids.shape}; there are {len(order)} sequences: give a number "
             "for each"
         )
-    num_micro_batches, tree_offsets, members = _core.plan_trees(
+    num_micro_batches, tree_offsets, members, shared = _core.plan_trees(
         tokens,
         shared,
         group_ids if groups is None else group_ids[order],
@@ -316,38 +348,15 @@ def plan_trees(
         linear_cost_tokens=round(linear_cost_tokens),
         **counts,
     )
-    trees = [
-        [
-            _tree(members[tree_offsets[b] : tree_offsets[b + 1]], order, tokens, shared)
-            for b in range(rank, num_micro_batches * num_ranks, num_ranks)
-        ]
-        for rank in range(num_ranks)
-    ]
     return TreePlan(
         num_ranks=num_ranks,
         num_micro_batches=num_micro_batches,
-        trees=trees,
-        trie_tokens=trie_tokens,
         token_multiple=token_multiple,
-    )
-
-
-def _tree(members: Int64, order: Int64, tokens: Int64, shared: Int64) -> Tree:
-    """Return the tree of some sequences, given as ascending positions in sorted order."""
-    # Two sequences share the minimum of what all neighbors between them share.
-    own_shared = np.zeros(len(members), np.int64)
-    if len(members) > 1:
-        own_shared[1:] = np.minimum.reduceat(shared[: members[-1] + 1], members[:-1] + 1)
-    nodes = _core.tree_nodes(tokens[members], own_shared)
-    begins, lengths, parents, depths, first, last = nodes
-    return Tree(
+        trie_tokens=trie_tokens,
         sequences=order[members],
-        node_begins=begins,
-        node_lengths=lengths,
-        node_parents=parents,
-        node_depths=depths,
-        node_sequences=order[members][first],
-        sequence_nodes=last,
+        tree_offsets=tree_offsets,
+        lengths=tokens[members],
+        shared=shared,
     )
 
 

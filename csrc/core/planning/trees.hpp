@@ -32,7 +32,7 @@ SortedSequences sort_sequences(Span<const T> items, Span<const std::int64_t> off
 // Nodes in preorder. A sequence is the path to the end of its node.
 struct TreeNodes {
     std::vector<std::int32_t> begins, lengths, parents, depths;
-    std::vector<std::int64_t> sequences;        // position of the first sequence through the node
+    std::vector<std::int64_t> sequences;       // position of the first sequence through the node
     std::vector<std::int32_t> sequence_nodes;  // per sequence: the node in which it ends
 };
 
@@ -61,10 +61,10 @@ struct TreeRules {
 };
 
 // Tree b = micro batch x num_ranks + rank has the sequences [offsets[b], offsets[b + 1]), ascending
-// positions in sorted order.
+// positions in sorted order, each of which shares `shared` tokens with the one before in its tree.
 struct TreePlan {
     std::int64_t num_micro_batches = 0;
-    std::vector<std::int64_t> offsets, sequences;
+    std::vector<std::int64_t> offsets, sequences, shared;
 };
 
 // Assigns sequences, given in sorted order, to trees. Minimizes micro batches; then the sum of two
