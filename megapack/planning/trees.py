@@ -15,8 +15,9 @@ tree.node_parents.tolist()                  # -> [-1, -1, 1, 1, 3]
 tree.position_ids.tolist()                  # -> [0, 1, 0, 1, 2, 3, 2, 3]
 tree.sequences.tolist()                     # -> [3, 0, 1, 2]: by content
 tree.token_index[tree.token_offsets[3] :]   # -> [2, 3, 6, 7]: row indices of sequence 2
-plan = plan_trees(sequences, num_ranks=2, max_tokens_per_rank=5)
-plan.num_tokens.tolist(), plan.repeated_tokens      # -> [[4, 4]], 0 ... see the tests
+plan = plan_trees(sequences, num_ranks=2, max_tokens_per_rank=6)
+plan.num_tokens.tolist()                    # -> [[6, 4]]: 5 6 | 7 8 | 1 2, and 7 8 | 3 | 4
+plan.repeated_tokens                        # -> 2
 ```
 
 Attention: the queries of a node are its tokens, its keys the tokens of its path, causal and aligned
@@ -150,7 +151,8 @@ class Tree:
         if offsets is not None:
             begins = np.asarray(offsets, np.int64)[self.node_sequences]
             where = np.repeat(begins, self.node_lengths) + self.position_ids
-            return np.asarray(sequences)[where]
+            flat: NDArray[Any] = np.asarray(sequences)[where]
+            return flat
         nodes = zip(
             self.node_sequences.tolist(),
             self.node_depths.tolist(),

@@ -11,7 +11,7 @@ The fields are those of ``megapack.planning.Tree``, as lists: ``Tree(**fields(tr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -118,3 +118,46 @@ def ancestors_mask(tree: TreeLists) -> list[list[bool]]:
             for key in whole[: whole.index(query) + 1]:
                 mask[query][key] = True
     return mask
+
+
+def least_objective(
+    sequences: list[list[int]],
+    num_ranks: int,
+    max_tokens: int,
+    linear_cost_tokens: int,
+    balance: str,
+) -> tuple[float, int]:
+    """Return the minimum of what ``plan_trees`` minimizes, over all partitions of the sequences
+    into trees, and the fewest micro batches that hold one."""
+    size = 1 << len(sequences)
+    tokens, cost = [0] * size, [0] * size
+    for subset in range(1, size):
+        members = [s for i, s in enumerate(sequences) if subset >> i & 1]
+        prefixes = {tuple(s[:end]) for s in members for end in range(1, len(s) + 1)}
+        tokens[subset] = len(prefixes)
+        cost[subset] = sum(2 * len(p) - 1 + linear_cost_tokens for p in prefixes)
+
+    def partitions(remaining: int, most: int) -> Iterator[list[int]]:
+        if not remaining:
+            yield []
+        elif most:
+            first = remaining & -remaining
+            part = others = remaining ^ first
+            while True:
+                if tokens[first | part] <= max_tokens:
+                    for trees in partitions(others ^ part, most - 1):
+                        yield [first | part, *trees]
+                if not part:
+                    break
+                part = (part - 1) & others
+
+    def objective(trees: list[int]) -> float:
+        costs = sorted((cost[tree] for tree in trees), reverse=True)
+        longest = sum(costs[::num_ranks]) if balance == "micro_batches" else costs[0]
+        return sum(tokens[t] for t in trees) / tokens[-1] + num_ranks * longest / cost[-1]
+
+    for num_micro_batches in range(1, len(sequences) + 1):
+        found = [objective(t) for t in partitions(size - 1, num_micro_batches * num_ranks)]
+        if found:
+            return min(found), num_micro_batches
+    raise AssertionError("a sequence exceeds a tree")

@@ -131,7 +131,7 @@ TreePlan plan_trees(Span<const std::int64_t> lengths, Span<const std::int64_t> s
         std::vector<std::int64_t> targets{cap};
         const std::int64_t mean = ceil_div(least, m * rules.num_ranks);
         const std::int64_t smaller = std::max(longest, mean + mean / 16);
-        if (rules.num_ranks > 1 && smaller < cap - cap / 16) targets.push_back(smaller);
+        if (rules.num_ranks > 1 && smaller < cap - cap / 64) targets.push_back(smaller);
         std::vector<TreeSearch> found;
         for (const std::int64_t target : targets) {
             TreeSearch search(forest, rules, m);

@@ -373,6 +373,8 @@ void TreeSearch::perturb(const Random& chance, std::uint64_t& word) {
     const Random roots = chance.child(word++);
     for (std::uint64_t n = 2 + chance.below(word++, 2); n > 0; --n) {
         const auto b = static_cast<std::int64_t>(chance.below(word++, bins_.size()));
+        const std::int64_t size = ssize(bins_[b].members);
+        if (size * (size + ssize(bins_)) > budget_) continue;  // the insertions take too long
         for (const std::int32_t sequence : bins_[b].members)
             removed.push_back({roots.word(forest_.root(sequence)), sequence});
         change(b, {});
