@@ -12,6 +12,7 @@ from megapack.planning.context_parallel import (
 from megapack.planning.online import PlannedMicroBatch, StepPlanner
 from megapack.planning.simulation import AssignedStep, Cluster, StepTime, simulate_step
 from megapack.planning.step_plan import CriticalPath, StepPlan, plan_step
+from megapack.planning.trees import Tree, TreePlan, plan_trees
 
 __all__ = [
     "ASSIGNMENTS",
@@ -23,8 +24,11 @@ __all__ = [
     "StepPlan",
     "StepPlanner",
     "StepTime",
+    "Tree",
+    "TreePlan",
     "context_parallel_indices",
     "plan_step",
+    "plan_trees",
     "rank_micro_batches",
     "simulate_step",
 ]

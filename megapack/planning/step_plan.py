@@ -54,6 +54,17 @@ class CriticalPath:
     per_micro_batch: float
     per_step: float
 
+    @classmethod
+    def of_costs(cls, cost: NDArray[np.float64]) -> CriticalPath:
+        """Return the path of a step with these costs, (micro batches, ranks)."""
+        ideal = cost.sum() / cost.shape[1]
+        if ideal == 0:
+            return cls(per_micro_batch=1.0, per_step=1.0)
+        return cls(
+            per_micro_batch=float(cost.max(axis=1).sum() / ideal),
+            per_step=float(cost.sum(axis=0).max() / ideal),
+        )
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepPlan:
@@ -184,14 +195,7 @@ class StepPlan:
 
     def critical_path(self, linear_cost_tokens: float) -> CriticalPath:
         """Return the step's length compared with the ideal, with costs as in ``cost``."""
-        cost = self.cost(linear_cost_tokens)
-        ideal = cost.sum() / self.num_ranks
-        if ideal == 0:
-            return CriticalPath(per_micro_batch=1.0, per_step=1.0)
-        return CriticalPath(
-            per_micro_batch=float(cost.max(axis=1).sum() / ideal),
-            per_step=float(cost.sum(axis=0).max() / ideal),
-        )
+        return CriticalPath.of_costs(self.cost(linear_cost_tokens))
 
     def _per_rank(self, amounts: Integers) -> NDArray[np.float64]:
         """Sum documents' amounts by rank; ranks of a group share them evenly."""

@@ -1,10 +1,12 @@
 // Plans of random steps: no access outside arrays, and the same plan twice. tests/planning checks
 // the laws of plans.
+#include <numeric>
 #include <random>
 #include <stdexcept>
 #include <vector>
 
 #include "core/planning/step_plan.hpp"
+#include "core/planning/trees.hpp"
 #include "require.hpp"
 
 using namespace megapack;
@@ -52,6 +54,48 @@ void test_random_steps() {
     }
 }
 
+void test_random_trees() {
+    std::mt19937 random(11);
+    const auto below = [&](std::int64_t n) { return static_cast<std::int64_t>(random() % n); };
+    for (int round = 0; round < 60; ++round) {
+        std::vector<std::int32_t> items;
+        std::vector<std::int64_t> offsets{0}, lengths, groups;
+        const std::int64_t symbols = 1 + below(3), longest = 1 + below(12);
+        for (std::int64_t i = below(60); i > 0; --i) {
+            for (std::int64_t n = 1 + below(longest); n > 0; --n)
+                items.push_back(static_cast<std::int32_t>(below(symbols)));
+            offsets.push_back(ssize(items));
+            if (round % 3 == 0) groups.push_back(below(5));
+        }
+        SortedSequences sorted = sort_sequences<std::int32_t>(items, offsets);
+        for (const std::int64_t i : sorted.order) lengths.push_back(offsets[i + 1] - offsets[i]);
+        const std::int64_t depth = below(4);
+        if (depth > 0) limit_depth(lengths, sorted.shared, depth);
+        const TreeRules rules{
+            1 + below(5), longest + below(50), below(99), static_cast<Balance>(below(3)), 1, 1};
+        const TreePlan plan = plan_trees(lengths, sorted.shared, groups, rules);
+        require(ssize(plan.sequences) == ssize(lengths), "a sequence in no tree");
+        for (std::int64_t b = 0; b + 1 < ssize(plan.offsets); ++b) {
+            const std::int64_t begin = plan.offsets[b], count = plan.offsets[b + 1] - begin;
+            std::vector<std::int64_t> own;
+            std::int64_t tokens = 0;
+            for (std::int64_t k = begin; k < begin + count; ++k) {
+                own.push_back(lengths[plan.sequences[k]]);
+                tokens += own.back() - plan.shared[k];
+            }
+            const TreeNodes nodes = tree_nodes(own, {plan.shared.data() + begin, count});
+            const auto paths =
+                tree_paths(nodes.begins, nodes.lengths, nodes.parents, nodes.sequence_nodes);
+            require(tokens <= rules.max_tokens, "a tree exceeds the cap");
+            require(ssize(paths) == std::accumulate(own.begin(), own.end(), std::int64_t{0}),
+                    "paths are not the sequences");
+        }
+        const TreePlan again = plan_trees(lengths, sorted.shared, groups, rules);
+        require(plan.sequences == again.sequences && plan.offsets == again.offsets,
+                "two plans of one step differ");
+    }
+}
+
 // tests/planning has all other refusals.
 void test_refused_overflow() {
     const std::vector<std::pair<std::vector<std::int64_t>, StepRules>> refused = {
@@ -66,5 +110,5 @@ void test_refused_overflow() {
 }  // namespace
 
 int main() {
-    return pass({test_random_steps, test_refused_overflow});
+    return pass({test_random_steps, test_random_trees, test_refused_overflow});
 }
