@@ -14,7 +14,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from megapack.attention.varlen import varlen_attention
+from megapack.attention.problem import TreeSegments
+from megapack.attention.varlen import attend
 
 ATTENTION_NAME = "megapack"
 
@@ -88,7 +89,10 @@ def _attention_function(backend: str) -> Attention:
         sliding_window: int | None = None,
         softcap: float | None = None,
         cu_seq_lens_q: Tensor | None = None,
+        cu_seq_lens_k: Tensor | None = None,
+        kv_index: Tensor | None = None,
         max_length_q: int | None = None,
+        max_length_k: int | None = None,
         **unused: Any,
     ) -> tuple[Tensor, None]:
         """q ``[B, H, L, D]``, k ``[B, Hkv, L, D]``, v ``[B, Hkv, L, E]`` -> ``[B, L, H, E]``."""
@@ -101,6 +105,14 @@ def _attention_function(backend: str) -> Attention:
                 0, batch * length + 1, length, dtype=torch.int32, device=query.device
             )
             max_length_q = length
+        segments = TreeSegments.of_documents(cu_seq_lens_q, max_length_q)
+        if kv_index is not None:
+            assert cu_seq_lens_k is not None and max_length_k is not None, (
+                "tree_arguments gives all"
+            )
+            segments = TreeSegments(
+                cu_seq_lens_q, cu_seq_lens_k, kv_index, max_length_q, max_length_k
+            )
         kind = query.device.type
         if kind != "meta" and torch.is_autocast_enabled(kind):  # RoPE gives float32 q and k
             dtype = torch.get_autocast_dtype(kind)
@@ -113,13 +125,13 @@ def _attention_function(backend: str) -> Attention:
             x if x.shape[-1] == width else nn.functional.pad(x, (0, width - x.shape[-1]))
             for x in (query, key, value)
         )
-        out = varlen_attention(
+        out = attend(
             query.transpose(1, 2).reshape(batch * length, heads, width),
             key.transpose(1, 2).reshape(batch * length, -1, width),
             value.transpose(1, 2).reshape(batch * length, -1, width),
-            cu_seq_lens_q,
-            max_seqlen=max_length_q,
+            segments,
             scale=key_width**-0.5 if scaling is None else scaling,
+            causal=True,
             window=sliding_window or 0,
             softcap=softcap or 0.0,
             alibi_slopes=_slopes(module),
