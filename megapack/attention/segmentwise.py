@@ -43,12 +43,15 @@ def nodes(segments: TreeSegments, num_tokens: int, num_keys: int) -> list[Node]:
     """Return the nodes that are not empty. Raises ValueError if they do not cover the row, because
     some tokens would have no result, or if a path is shorter than its node."""
     ends, path_ends = segments.cu_seqlens_q.tolist(), segments.cu_seqlens_k.tolist()
-    for name, values, last in (("q", ends, num_tokens), ("k", path_ends, num_keys)):
+    tree = segments.kv_index is not None
+    for name, values, last, of in (
+        ("cu_seqlens_q" if tree else "cu_seqlens", ends, num_tokens, "stream"),
+        ("cu_seqlens_k", path_ends, num_keys, "paths"),
+    ):
         if [*values[:1], *values[-1:]] != [0, last] or values != sorted(values):
-            name = "cu_seqlens" if segments.kv_index is None else f"cu_seqlens_{name}"
             raise ValueError(
                 f"{name} is {values!s:.80}; it must ascend from 0 to {last}, the tokens of "
-                f"the {'stream' if last == num_tokens else 'paths'} (padding is a segment)"
+                f"the {of} (padding is a segment)"
             )
     pairs = zip(itertools.pairwise(ends), itertools.pairwise(path_ends), strict=True)
     listed = [Node(*rows, *path) for rows, path in pairs if rows[1] > rows[0]]

@@ -105,14 +105,14 @@ def _attention_function(backend: str) -> Attention:
                 0, batch * length + 1, length, dtype=torch.int32, device=query.device
             )
             max_length_q = length
-        segments = TreeSegments.of_documents(cu_seq_lens_q, max_length_q)
-        if kv_index is not None:
-            assert cu_seq_lens_k is not None and max_length_k is not None, (
-                "tree_arguments gives all"
+        if kv_index is None:  # no trees: a document's keys are its own tokens
+            cu_seq_lens_k, max_length_k = cu_seq_lens_q, max_length_q
+        elif cu_seq_lens_k is None or max_length_k is None:
+            raise ValueError(
+                "megapack attention got kv_index without cu_seq_lens_k or max_length_k; call the "
+                "model with all of tree_arguments(segments)"
             )
-            segments = TreeSegments(
-                cu_seq_lens_q, cu_seq_lens_k, kv_index, max_length_q, max_length_k
-            )
+        segments = TreeSegments(cu_seq_lens_q, cu_seq_lens_k, kv_index, max_length_q, max_length_k)
         kind = query.device.type
         if kind != "meta" and torch.is_autocast_enabled(kind):  # RoPE gives float32 q and k
             dtype = torch.get_autocast_dtype(kind)

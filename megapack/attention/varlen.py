@@ -197,8 +197,8 @@ def _unpack(
     return BACKENDS[backend], segments, ScoreRule(alibi_slopes=alibi_slopes, **rule)
 
 
-# The operator gathers keys and values along the paths, again in the backward pass. So autograd keeps
-# one row per token between the passes, although paths may repeat a token many times.
+# The operator gathers keys and values along the paths, again in the backward pass. So autograd
+# keeps one row per token between the passes, although paths may repeat a token many times.
 def _gathered(x: Tensor, kv_index: Tensor | None) -> Tensor:
     return x if kv_index is None else x.index_select(0, kv_index)
 
