@@ -7,8 +7,13 @@ from megapack.attention.model_check import check_architecture, check_positions
 from megapack.attention.problem import AttentionNeeds, ScoreRule, TreeSegments, alibi_slopes
 from megapack.attention.routes import check_replay, record_routes, replay_routes, routes_shape
 from megapack.attention.sequence_parallel import check_sequence_parallel, over_ranks
-from megapack.attention.transformers_interface import ATTENTION_NAME, register, varlen_arguments
-from megapack.attention.tree import tree_arguments, tree_attention, tree_mask
+from megapack.attention.transformers_interface import (
+    ATTENTION_NAME,
+    register,
+    tree_arguments,
+    varlen_arguments,
+)
+from megapack.attention.tree import tree_attention, tree_mask
 from megapack.attention.varlen import BACKENDS, Choice, choose_backend, refusals, varlen_attention
 
 __all__ = [

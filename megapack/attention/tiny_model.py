@@ -2,7 +2,8 @@
 
 - ``tiny_configuration``: configuration of a tiny model of the same architecture.
 - ``randomize``: add noise to the weights, so that every layer affects the output.
-- ``Row``: documents in one row, as in training; ``plain_arguments``: one document alone.
+- ``Row``: documents in one row, as in training; ``plain_arguments``: one document alone;
+  ``branches``: two sequences that share a prefix, as a tree.
 - ``trace``, ``concatenate_traces``, ``difference``: record and compare outputs of all modules.
 
     tiny_configuration(AutoConfig.for_model("llama")).hidden_size  # -> 512, 4 heads of 128
@@ -21,7 +22,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from megapack.attention.transformers_interface import varlen_arguments
+from megapack.attention.problem import TreeSegments
+from megapack.attention.transformers_interface import tree_arguments, varlen_arguments
 
 LENGTHS = (37, 23)  # of two documents: different, and longer than a tiny window or chunk
 
@@ -214,6 +216,27 @@ class Row(NamedTuple):
 def plain_arguments(tokens: Tensor) -> dict[str, Any]:
     """Return the arguments of the usual forward pass of one document ``[L]``."""
     return {"input_ids": tokens.unsqueeze(0), "use_cache": False}
+
+
+def branches(prefix: Tensor, one: Tensor, other: Tensor) -> tuple[dict[str, Any], Tensor]:
+    """Return the arguments of a tree of two branches, and the rows of both sequences, one after the
+    other. All are int64 ``[L]``."""
+    lengths = [len(prefix), len(one), len(other)]
+    first, second, third = torch.arange(sum(lengths), device=prefix.device).split(lengths)
+    paths = [first, torch.cat([first, second]), torch.cat([first, third])]
+    ends = [[0, *itertools.accumulate(sizes)] for sizes in (lengths, [len(path) for path in paths])]
+    segments = TreeSegments(
+        *(torch.tensor(x, dtype=torch.int32, device=prefix.device) for x in ends),
+        torch.cat(paths).int(),
+        max(lengths),
+        max(len(path) for path in paths),
+    )
+    depths = torch.cat(
+        [first, *(torch.arange(len(p), device=p.device)[len(first) :] for p in paths)]
+    )
+    tokens = torch.cat([prefix, one, other])
+    inputs = {"input_ids": tokens[None], "position_ids": depths[None]}
+    return {**inputs, **tree_arguments(segments)}, torch.cat(paths[1:])
 
 
 def trace(model: Any, arguments: dict[str, Any]) -> Trace:

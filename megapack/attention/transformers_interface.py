@@ -43,6 +43,17 @@ def varlen_arguments(
     return arguments
 
 
+def tree_arguments(segments: TreeSegments) -> dict[str, Any]:
+    """Return arguments of a model's forward for packed trees, in addition to ``input_ids`` and
+    ``position_ids``, which are depths (``TreeBatch``)."""
+    return {
+        **dict(zip(ENDS, segments[:2], strict=True)),
+        **dict(zip(LONGEST, segments[3:], strict=True)),
+        "kv_index": segments.kv_index,
+        "use_cache": False,
+    }
+
+
 def add_segment_numbers(model: Any) -> None:
     """Add ``seq_idx``, int32 ``[1, T]``, to every call with cu_seq_lens_q, for recurrent layers.
 

@@ -1,7 +1,7 @@
 """Attention over packed prefix trees: a token that several sequences share is computed once.
 
 - ``tree_attention``: the queries of a node are its tokens, its keys are its path.
-- ``tree_arguments``: the same for a transformers model, as keyword arguments of its forward.
+- ``tree_arguments`` (``transformers_interface``): the same as keyword arguments of a model.
 - ``tree_mask``: the same as a dense mask, for models that take masks.
 
     segments = TreeSegments.of(tree_batch(tree, sequences))
@@ -13,15 +13,11 @@ the difference of depths, because kernels align the end of a node with the end o
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from megapack.attention.flex import dense_mask
 from megapack.attention.problem import ScoreRule, TreeSegments
 from megapack.attention.varlen import attend
-
-__all__ = ["TreeSegments", "tree_arguments", "tree_attention", "tree_mask"]
 
 
 def tree_attention(
@@ -65,19 +61,6 @@ def tree_attention(
         softcap=softcap,
         alibi_slopes=alibi_slopes,
     )
-
-
-def tree_arguments(segments: TreeSegments) -> dict[str, Any]:
-    """Return arguments of a model's forward, in addition to ``input_ids`` and ``position_ids`` (the
-    depths), for a model with ``attn_implementation="megapack"`` (``register``)."""
-    return {
-        "cu_seq_lens_q": segments.cu_seqlens_q,
-        "cu_seq_lens_k": segments.cu_seqlens_k,
-        "kv_index": segments.kv_index,
-        "max_length_q": segments.max_seqlen_q,
-        "max_length_k": segments.max_seqlen_k,
-        "use_cache": False,
-    }
 
 
 def tree_mask(segments: TreeSegments, num_tokens: int, *, window: int = 0) -> Tensor:
