@@ -222,15 +222,13 @@ def branches(prefix: Tensor, one: Tensor, other: Tensor) -> tuple[dict[str, Any]
     """Return the arguments of a tree of two branches, and the rows of both sequences, one after the
     other. All are int64 ``[L]``."""
     lengths = [len(prefix), len(one), len(other)]
-    first, second, third = torch.arange(sum(lengths), device=prefix.device).split(lengths)
+    rows = torch.arange(sum(lengths), device=prefix.device)
+    first, second, third = torch.split(rows, lengths)
     paths = [first, torch.cat([first, second]), torch.cat([first, third])]
-    ends = [[0, *itertools.accumulate(sizes)] for sizes in (lengths, [len(path) for path in paths])]
-    segments = TreeSegments(
-        *(torch.tensor(x, dtype=torch.int32, device=prefix.device) for x in ends),
-        torch.cat(paths).int(),
-        max(lengths),
-        max(len(path) for path in paths),
-    )
+    sizes = torch.tensor([lengths, [len(path) for path in paths]], device=prefix.device)
+    ends_q, ends_k = nn.functional.pad(sizes.cumsum(1), (1, 0)).int()
+    longest, longest_path = sizes.amax(1).tolist()
+    segments = TreeSegments(ends_q, ends_k, torch.cat(paths).int(), longest, longest_path)
     depths = torch.cat(
         [first, *(torch.arange(len(p), device=p.device)[len(first) :] for p in paths)]
     )

@@ -104,9 +104,18 @@ def varlen_attention(
         softcap: with c > 0, scores become ``c * tanh(scores / c)``.
         alibi_slopes: ``[H]`` float32; adds ``-slope * (i - j)`` to the scores (Press et al. 2021).
     """
-    segments = TreeSegments.of_documents(cu_seqlens, max_seqlen)
-    rule = {"scale": scale, "causal": causal, "window": window, "softcap": softcap}
-    return attend(query, key, value, segments, backend=backend, alibi_slopes=alibi_slopes, **rule)
+    return attend(
+        query,
+        key,
+        value,
+        TreeSegments.of_documents(cu_seqlens, max_seqlen),
+        backend=backend,
+        scale=scale,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+    )
 
 
 def attend(

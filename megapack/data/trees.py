@@ -50,7 +50,7 @@ class TreeBatch(dict[str, Any]):
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> TreeBatch:
         """Return the batch on a device."""
-        move = {"device": device, "non_blocking": non_blocking}
+        move: dict[str, Any] = {"device": device, "non_blocking": non_blocking}
         return TreeBatch({n: x.to(**move) if torch.is_tensor(x) else x for n, x in self.items()})
 
     def log_probs(self, logits: torch.Tensor) -> torch.Tensor:
