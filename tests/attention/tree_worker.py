@@ -40,7 +40,7 @@ def main() -> None:
             "zero_force_ds_cpu_optimizer": False,
         },
     )
-    total = torch.zeros(())
+    total, grads = torch.zeros(()), {}
     for batch in batches:
         logits = engine(
             input_ids=batch["tokens"],
@@ -53,12 +53,14 @@ def main() -> None:
             loss * size * len(batches)
         )  # DeepSpeed averages over ranks and micro batches
         if engine.is_gradient_accumulation_boundary():
-            grads = {name: safe_get_full_grad(p) for name, p in model.named_parameters()}
+            for name, parameter in model.named_parameters():
+                grad = safe_get_full_grad(parameter)
+                grad = parameter.grad if grad is None else grad
+                grads[name] = grad.detach().float().clone()  # the step clears it
         engine.step()
     torch.distributed.all_reduce(total)
     if rank == 0:
-        found = {name: grad.float().cpu().clone() for name, grad in grads.items()}
-        torch.save({"loss": total.item(), "grads": found}, output)
+        torch.save({"loss": total.item(), "grads": grads}, output)
 
 
 if __name__ == "__main__":
