@@ -685,6 +685,16 @@ teacher_overlap: the first new token of a window is predicted by the window befo
 - targets = np.where(number == 0, 1, begins + overlap + 1)
 + targets = np.where(number == 0, 1, begins + overlap)
 
+megapack/attention/segmentwise.py: tests/attention/test_tree.py -k definition
+tree_masks: the mask of a node is aligned to the begin of its path
+- return bias[:, :, keys - rows : keys, :keys]
++ return bias[:, :, :rows, :keys]
+
+megapack/data/trees.py: tests/data/test_tree_batch.py
+tree_predecessors: the first token of a branch is predicted by the row before it
+- before = self["predecessors"].clamp(min=0)
++ before = torch.arange(len(rows)).sub(1).clamp(min=0)
+
 megapack/attention/routes.py: tests/attention/test_routes.py -k recomputed
 recompute_without_routes: a recomputed layer uses the routes of the latest forward
 -         self._set(routes)

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from megapack.attention.experts import LoadBalancing, token_mask
 from megapack.attention.model_check import check_architecture, check_positions
-from megapack.attention.problem import AttentionNeeds, ScoreRule, alibi_slopes
+from megapack.attention.problem import AttentionNeeds, ScoreRule, TreeSegments, alibi_slopes
 from megapack.attention.routes import check_replay, record_routes, replay_routes, routes_shape
 from megapack.attention.sequence_parallel import check_sequence_parallel, over_ranks
-from megapack.attention.transformers_interface import ATTENTION_NAME, register, varlen_arguments
+from megapack.attention.transformers_interface import (
+    ATTENTION_NAME,
+    register,
+    tree_arguments,
+    varlen_arguments,
+)
+from megapack.attention.tree import tree_attention, tree_mask
 from megapack.attention.varlen import BACKENDS, Choice, choose_backend, refusals, varlen_attention
 
 __all__ = [
@@ -17,6 +23,7 @@ __all__ = [
     "Choice",
     "LoadBalancing",
     "ScoreRule",
+    "TreeSegments",
     "alibi_slopes",
     "check_architecture",
     "check_positions",
@@ -30,6 +37,9 @@ __all__ = [
     "replay_routes",
     "routes_shape",
     "token_mask",
+    "tree_arguments",
+    "tree_attention",
+    "tree_mask",
     "varlen_arguments",
     "varlen_attention",
 ]

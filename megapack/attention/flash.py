@@ -8,7 +8,8 @@ positions is ``(w - 1, 0)`` in all three.
     flash2       flash-attn 2.8 and newer   8.x and newer         yes         yes
     torch        torch 2.10 and newer       8.x and newer         no          no
 
-All take float16 and bfloat16, grouped heads, windows, and a head_dim of 8 to 256.
+All take float16 and bfloat16, grouped heads, windows, and a head_dim of 8 to 256. All align causal
+masks, windows and ALiBi to the ends of queries and keys, as paths of trees require.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapack.attention.problem import AttentionNeeds, Backend, Forward, ScoreRule, Segments
+from megapack.attention.problem import AttentionNeeds, Backend, Forward, ScoreRule, TreeSegments
 
 
 def _refusal(needs: AttentionNeeds, module: str, oldest: int, newest: int | None) -> str | None:
@@ -51,9 +52,9 @@ def _refusal2(needs: AttentionNeeds) -> str | None:
     return f"flash-attn {version} is older than 2.8"  # older versions take other arguments
 
 
-def _longest(segments: Segments) -> int:
+def _longest(segments: TreeSegments) -> tuple[int, int]:
     # With max_seqlen 1 the kernels switch to decoding: one query per entry of cu_seqlens.
-    return max(2, segments.max_seqlen)
+    return max(2, segments.max_seqlen_q), max(2, segments.max_seqlen_k)
 
 
 def _window(rule: ScoreRule) -> dict[str, int]:
@@ -61,13 +62,14 @@ def _window(rule: ScoreRule) -> dict[str, int]:
     return {"window_size_left": left, "window_size_right": right}
 
 
-def _arguments(segments: Segments, rule: ScoreRule) -> dict[str, Any]:
+def _arguments(segments: TreeSegments, rule: ScoreRule) -> dict[str, Any]:
     """Return the arguments that have one name in flash-attn 2 and 3, forward and backward."""
+    longest_q, longest_k = _longest(segments)
     return {
-        "cu_seqlens_q": segments.cu_seqlens,
-        "cu_seqlens_k": segments.cu_seqlens,
-        "max_seqlen_q": _longest(segments),
-        "max_seqlen_k": _longest(segments),
+        "cu_seqlens_q": segments.cu_seqlens_q,
+        "cu_seqlens_k": segments.cu_seqlens_k,
+        "max_seqlen_q": longest_q,
+        "max_seqlen_k": longest_k,
         "softmax_scale": rule.scale,
         "softcap": rule.softcap,
         **_window(rule),
@@ -85,7 +87,7 @@ def _gradients(grad_out: Tensor, done: Forward) -> tuple[dict[str, Any], tuple[T
     return {**inputs, **outputs, "deterministic": deterministic}, gradients
 
 
-def _forward2(q: Tensor, k: Tensor, v: Tensor, segments: Segments, rule: ScoreRule) -> Any:
+def _forward2(q: Tensor, k: Tensor, v: Tensor, segments: TreeSegments, rule: ScoreRule) -> Any:
     functions = importlib.import_module("flash_attn.flash_attn_interface")
     options = {"causal": rule.causal, "alibi_slopes": rule.alibi_slopes, "dropout_p": 0.0}
     out, lse, _, _ = functions._flash_attn_varlen_forward(
@@ -94,7 +96,7 @@ def _forward2(q: Tensor, k: Tensor, v: Tensor, segments: Segments, rule: ScoreRu
     return out, lse
 
 
-def _backward2(grad_out: Tensor, done: Forward, segments: Segments, rule: ScoreRule) -> Any:
+def _backward2(grad_out: Tensor, done: Forward, segments: TreeSegments, rule: ScoreRule) -> Any:
     functions = importlib.import_module("flash_attn.flash_attn_interface")
     options = {"causal": rule.causal, "alibi_slopes": rule.alibi_slopes, "dropout_p": 0.0}
     tensors, gradients = _gradients(grad_out, done)
@@ -112,7 +114,7 @@ _UNUSED3 = dict.fromkeys(
 )
 
 
-def _forward3(q: Tensor, k: Tensor, v: Tensor, segments: Segments, rule: ScoreRule) -> Any:
+def _forward3(q: Tensor, k: Tensor, v: Tensor, segments: TreeSegments, rule: ScoreRule) -> Any:
     options = {"is_causal": rule.causal and not rule.window, "num_splits": 1, **_UNUSED3}
     out, lse, *_ = torch.ops.flash_attn_3.fwd(
         q=q, k=k, v=v, **options, **_arguments(segments, rule)
@@ -120,23 +122,22 @@ def _forward3(q: Tensor, k: Tensor, v: Tensor, segments: Segments, rule: ScoreRu
     return out, lse
 
 
-def _backward3(grad_out: Tensor, done: Forward, segments: Segments, rule: ScoreRule) -> Any:
+def _backward3(grad_out: Tensor, done: Forward, segments: TreeSegments, rule: ScoreRule) -> Any:
     options = {"is_causal": rule.causal and not rule.window, "seqused_q": None, "seqused_k": None}
     tensors, gradients = _gradients(grad_out, done)
     torch.ops.flash_attn_3.bwd(**tensors, **options, **_arguments(segments, rule))
     return gradients
 
 
-def _positional(segments: Segments) -> tuple[Any, ...]:
+def _positional(segments: TreeSegments) -> tuple[Any, ...]:
     """Return cu_seqlens and max_seqlen of queries and keys, and a dropout of 0."""
-    ends, longest = segments.cu_seqlens, _longest(segments)
-    return ends, ends, longest, longest, 0.0
+    return segments.cu_seqlens_q, segments.cu_seqlens_k, *_longest(segments), 0.0
 
 
 # These functions call the operators that torch.nn.attention.varlen calls, because its Python
 # signature changed in 2.10, 2.11 and 2.12. activate_flash_attention_impl also redirects these
 # operators.
-def _forward_torch(q: Tensor, k: Tensor, v: Tensor, segments: Segments, rule: ScoreRule) -> Any:
+def _forward_torch(q: Tensor, k: Tensor, v: Tensor, segments: TreeSegments, rule: ScoreRule) -> Any:
     out, lse, _, _, _ = torch.ops.aten._flash_attention_forward(
         *(q, k, v, *_positional(segments), rule.causal and not rule.window, False),
         scale=rule.scale,
@@ -145,7 +146,9 @@ def _forward_torch(q: Tensor, k: Tensor, v: Tensor, segments: Segments, rule: Sc
     return out, lse
 
 
-def _backward_torch(grad_out: Tensor, done: Forward, segments: Segments, rule: ScoreRule) -> Any:
+def _backward_torch(
+    grad_out: Tensor, done: Forward, segments: TreeSegments, rule: ScoreRule
+) -> Any:
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=grad_out.device)
     unused = torch.empty(0, device=grad_out.device)
     causal = rule.causal and not rule.window

@@ -1,7 +1,8 @@
 """FlexAttention: soft cap and ALiBi on CUDA without a flash-attn wheel.
 
 Autograd differentiates it, so ``varlen_attention`` calls it directly and not inside the opaque
-operator. Layers with the same window share the block mask of a batch.
+operator. Layers with the same window share the block mask of a batch. In a tree, a key is visible
+if its node is an ancestor of the query's, so keys are not gathered.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapack.attention.problem import AttentionNeeds, Backend, ScoreRule, Segments
+from megapack.attention.problem import AttentionNeeds, Backend, ScoreRule, TreeSegments
 
 
 def _refusal(needs: AttentionNeeds) -> str | None:
@@ -29,14 +30,14 @@ def _refusal(needs: AttentionNeeds) -> str | None:
     return None
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, segments: Segments, rule: ScoreRule) -> Tensor:
-    """Compute attention inside each segment; shapes as in ``varlen_attention``."""
-    mask = _block_mask(segments.cu_seqlens, q.shape[0], rule)
+def attend(q: Tensor, k: Tensor, v: Tensor, segments: TreeSegments, rule: ScoreRule) -> Tensor:
+    """Compute attention of every row to its path; shapes as in ``varlen_attention``."""
+    mask, depth = _block_mask(segments, q.shape[0], rule)
     out: Tensor = _function("flex_attention", q.device.type)(
         q.transpose(0, 1).unsqueeze(0),
         k.transpose(0, 1).unsqueeze(0),
         v.transpose(0, 1).unsqueeze(0),
-        score_mod=_score_mod(rule),
+        score_mod=_score_mod(rule, depth),
         block_mask=mask,
         scale=rule.scale,
         enable_gqa=q.shape[1] != k.shape[1],
@@ -72,7 +73,7 @@ def _compiled(name: str) -> Callable[..., Any]:
     return torch.compile(_plain(name), fullgraph=True, dynamic=False)
 
 
-def _score_mod(rule: ScoreRule) -> Callable[..., Tensor] | None:
+def _score_mod(rule: ScoreRule, depth: Tensor) -> Callable[..., Tensor] | None:
     alibi_slopes, softcap = rule.alibi_slopes, rule.softcap
     if alibi_slopes is None and not softcap:
         return None
@@ -82,44 +83,59 @@ def _score_mod(rule: ScoreRule) -> Callable[..., Tensor] | None:
         if softcap:
             score = torch.tanh(score / softcap) * softcap
         if alibi_slopes is not None:
-            score = score - alibi_slopes[h] * (i - j).abs()
+            score = score - alibi_slopes[h] * (depth[i] - depth[j]).abs()
         return score
 
     return score_mod
 
 
-_last_masks: dict[tuple[int, bool, int], tuple[weakref.ref[Tensor], int, Any]] = {}
+_last_masks: dict[tuple[int, bool, int], tuple[weakref.ref[Tensor], int, tuple[Any, Tensor]]] = {}
 
 
-def _block_mask(cu_seqlens: Tensor, num_tokens: int, rule: ScoreRule) -> Any:
-    """Return the mask of this batch and window; reuse the last one for the same cu_seqlens."""
+def _block_mask(segments: TreeSegments, num_tokens: int, rule: ScoreRule) -> tuple[Any, Tensor]:
+    """Return the mask of this batch and window, and the depths of its tokens; reuse the last ones
+    for the same segments."""
     if torch.compiler.is_compiling():
-        return _make_block_mask(cu_seqlens, num_tokens, rule)
+        return _make_block_mask(segments, num_tokens, rule)
+    identity = segments.cu_seqlens_q if segments.kv_index is None else segments.kv_index
     key = (num_tokens, rule.causal, rule.window)
     known = _last_masks.get(key)
-    version = 0 if cu_seqlens.is_inference() else cu_seqlens._version
-    if known is not None and known[0]() is cu_seqlens and known[1] == version:
+    version = 0 if identity.is_inference() else identity._version
+    if known is not None and known[0]() is identity and known[1] == version:
         return known[2]
-    mask = _make_block_mask(cu_seqlens, num_tokens, rule)
-    _last_masks[key] = (weakref.ref(cu_seqlens), version, mask)
+    mask = _make_block_mask(segments, num_tokens, rule)
+    _last_masks[key] = (weakref.ref(identity), version, mask)
     return mask
 
 
-def _make_block_mask(cu_seqlens: Tensor, num_tokens: int, rule: ScoreRule) -> Any:
-    position = torch.arange(num_tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
-    segment = torch.searchsorted(cu_seqlens, position, right=True)
+def _make_block_mask(
+    segments: TreeSegments, num_tokens: int, rule: ScoreRule
+) -> tuple[Any, Tensor]:
+    depth, end = segments.spans(num_tokens)
+    create = _function("create_block_mask", segments.device.type)
+    mask_mod = _mask_mod(depth, end, rule)
+    device = str(segments.device)
+    return create(mask_mod, None, None, num_tokens, num_tokens, device=device), depth
 
+
+def _mask_mod(depth: Tensor, end: Tensor, rule: ScoreRule) -> Callable[..., Tensor]:
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         del b, h
-        visible = segment[i] == segment[j]
-        if rule.causal:
-            visible = visible & (i >= j)
+        if not rule.causal:  # documents only: each has another end
+            return end[i] == end[j]
+        visible = (i >= j) & (i < end[j])
         if rule.window:
-            visible = visible & (i - j < rule.window)
+            visible = visible & (depth[i] - depth[j] < rule.window)
         return visible
 
-    create = _function("create_block_mask", cu_seqlens.device.type)
-    return create(mask_mod, None, None, num_tokens, num_tokens, device=str(cu_seqlens.device))
+    return mask_mod
+
+
+def dense_mask(segments: TreeSegments, num_tokens: int, rule: ScoreRule) -> Tensor:
+    """Return which key (column) each query (row) sees, bool ``[T, T]``."""
+    row = torch.arange(num_tokens, device=segments.device)
+    mask_mod = _mask_mod(*segments.spans(num_tokens), rule)
+    return mask_mod(row, row, row[:, None], row)
 
 
 BACKEND = Backend(

@@ -10,7 +10,9 @@ two documents with the attention of the run, and checks that
 3. the loss that the run computes, and its gradients, equal the architecture's own training loss of
    the row, ``model(labels=...).loss``, with load-balancing losses, z-losses, factors on logits and
    biases of the head;
-4. no document depends on the length of others in its row (RoPE that changes at a threshold):
+4. with ``trees``, a prefix and two branches give the logits and gradients of two sequences, and no
+   branch changes the other one;
+5. no document depends on the length of others in its row (RoPE that changes at a threshold):
 
        numbers in the configuration     original_max_position_embeddings 4096, max_... 131072
        changed to numbers between 23    27, 33 (the row has documents of 37 and 23 tokens)
@@ -40,6 +42,7 @@ from megapack.attention.tiny_model import (
     WINDOW,
     Row,
     Trace,
+    branches,
     concatenate_traces,
     difference,
     plain_arguments,
@@ -72,9 +75,11 @@ class _Run:
     dtype: torch.dtype
     loss: Loss | None
     longest: int | None
+    trees: bool = False
 
 
 _OTHER_LOGITS = "a row has other logits than its documents one by one"
+_IN_A_TREE = "in a tree, "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +99,7 @@ def check_architecture(
     dtype: torch.dtype = torch.float32,
     loss: Loss | None = None,
     longest: int | None = None,
+    trees: bool = False,
 ) -> None:
     """Raise ConfigError if a model mixes documents, attends to later tokens or drops part of its
     attention. The error names the architecture, the layer and the difference.
@@ -105,11 +111,18 @@ def check_architecture(
             run uses the architecture's own loss.
         longest: largest number of positions of a document or of padding. Position thresholds above
             it are not checked (with 0, none is). None: unknown; all are checked.
+        trees: also check packed prefix trees, which recurrent layers cannot compute.
     """
     # On a CPU, half precision runs the same code with more noise.
     dtype = torch.float32 if device.type == "cpu" else dtype
     run = _Run(
-        attention=attention, build=build, device=device, dtype=dtype, loss=loss, longest=longest
+        attention=attention,
+        build=build,
+        device=device,
+        dtype=dtype,
+        loss=loss,
+        longest=longest,
+        trees=trees,
     )
     subject = f"architecture {configuration.model_type!r} with attention {attention!r}"
     remedy = "choose another attention or architecture, or train it without packing"
@@ -133,6 +146,8 @@ def check_architecture(
                 f"{subject} fails on a row of two documents: {type(error).__name__}: {error}; "
                 f"{remedy}"
             ) from error
+        if finding is not None and finding.startswith(_IN_A_TREE):
+            remedy = "train it without trees (attention: document)"
         if finding is not None:
             raise ConfigError(f"{subject}: {finding}; {remedy}")
         if longest != 0:
@@ -400,6 +415,8 @@ def _first_finding(model: Any, reference: Any, run: _Run) -> str | None:
     draw = torch.randint(0, VOCABULARY - 8, (sum(LENGTHS),)).to(run.device)
     documents = torch.split(draw, list(LENGTHS))
     checks = _findings(model, reference, documents, run.loss, run.dtype)
+    if run.trees:
+        checks = itertools.chain(checks, _tree_findings(model, reference, documents, run.dtype))
     finding = next(filter(None, checks), None)
     if finding is None:
         return None
@@ -464,6 +481,32 @@ def _findings(
         yield _Finding(what=what, difference=error, unit="per label")
     what = f"gradients of a row are not those of {own}"
     yield _compare_gradients(_gradients(model, ours), _gradients(model, theirs), what, tolerance)
+
+
+def _tree_findings(
+    model: Any, reference: Any, documents: Sequence[Tensor], dtype: torch.dtype
+) -> Iterator[_Finding | None]:
+    """Yield one result per check of the first document as a prefix of two branches."""
+    prefix, one = documents
+    other = (one + 1) % (VOCABULARY - 8)
+    arguments, rows = branches(prefix, one, other)
+    traced = trace(model, arguments)
+    changed = torch.cat([one[:-1], other[-1:]])
+    after = trace(model, branches(prefix, changed, other)[0])
+    kept = torch.arange(len(traced[""])) != len(prefix) + len(one) - 1
+    what = f"{_IN_A_TREE}a token changes logits of another branch"
+    yield _compare(_at(after, kept), _at(traced, kept), what, _STRICT[dtype])
+    sequences = [torch.cat([prefix, branch]) for branch in (one, other)]
+    wanted = concatenate_traces(trace(reference, plain_arguments(tokens)) for tokens in sequences)
+    what = f"{_IN_A_TREE}sequences have other logits than one by one"
+    yield _compare(_at(traced, rows), wanted, what, _TOLERANCE[dtype])
+    labels = Row.of(sequences).labels
+    ours = _cross_entropy(model(**arguments).logits[:, rows], labels)
+    alone = [reference(**plain_arguments(tokens)).logits for tokens in sequences]
+    theirs = _cross_entropy(torch.cat(alone, dim=1), labels)
+    what = f"{_IN_A_TREE}gradients are not those of the sequences one by one"
+    ours_of, theirs_of = _gradients(model, ours), _gradients(reference, theirs)
+    yield _compare_gradients(ours_of, theirs_of, what, _TOLERANCE[dtype])
 
 
 def _gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:

@@ -16,20 +16,33 @@ The first four runs detect boundaries that are missing or off by one, an attenti
 host ignores (megapack starts a new segment at a window), and a shifted mask: the loss of a masked
 token must be 0, that of any other token must not. The last two runs detect outputs that depend on
 the longest document of the row, or on the length of the row. Pieces have at most 64 tokens, or half
-of the longest segment. ``check_architecture`` checks more, on a tiny copy of the model; the probe
+of the longest segment.
+
+In a packed prefix tree, every node is a segment, and a token may change all tokens below it. "Odd"
+and "even" number the branches of a parent; of the even ones, only leaves are changed. The last two
+runs have the longest path without its branches, and its first half:
+
+    nodes          | p p p p | a a a | b b b |    branches a and b of a prefix p
+    odd changed    | p p p p | a a a | X X X |    p and a
+    even changed   | p p p p | X X X | b b b |    p and b
+    one alone      | p p p p   a a a |            this path
+
+``check_architecture`` checks more, on a tiny copy of the model; the probe
 checks the host's real model and batch.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megapack.attention.problem import TreeSegments
 from megapack.errors import ConfigError
 
 # Outputs at unchanged tokens may differ by this fraction of the largest difference at changed
@@ -48,9 +61,10 @@ class SegmentPlaces(NamedTuple):
 
     @staticmethod
     def of(batch: Mapping[str, Any]) -> SegmentPlaces:
-        """Read ``cu_seqlens``, 1-D or one list per row, whose last value may repeat."""
+        """Read ``cu_seqlens``, 1-D or one list per row, whose last value may repeat; or the nodes
+        of trees, ``cu_seqlens_q``."""
         rows, row = batch["tokens"].shape
-        ends = batch["cu_seqlens"].long()
+        ends = batch["cu_seqlens_q" if "kv_index" in batch else "cu_seqlens"].long()
         places = batch.get("cu_seqlens_padded", ends).long()
         if ends.dim() == 1:
             ends, places, rows = ends[None], places[None], 1
@@ -91,7 +105,8 @@ def probe(
             dtype and device. It runs without gradients; the caller sets modes (dropout off).
         batch: tokens, labels int64 and loss_mask float32 ``(rows, R)``, cu_seqlens int32 1-D or per
             row; on the CPU. If ``loss_mask`` is all 0, the probe uses the next token of the
-            document as label, or of the row if every document has one token.
+            document as label, or of the row if every document has one token. Or a packed tree
+            (``TreeBatch``), whose losses are those of predicting each token.
         outputs: result of ``forward``.
         counted: returns which losses of a batch count, bool ``(rows, R)``, for hosts that cannot
             represent every mask (``megapack.integrations.dialects``); None: those in ``loss_mask``.
@@ -104,12 +119,12 @@ def probe(
     began = time.perf_counter()
     batch = _with_labels(batch)
     tokens = batch["tokens"].flatten()
-    segment_of_token, middle, from_middle = _token_places(SegmentPlaces.of(batch), len(tokens))
+    segment_of_token, end, changed_tokens = _token_places(batch, len(tokens))
     replacements = _other_tokens(tokens)
     dtypes = []
 
     def run(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        counts = inputs["loss_mask"] != 0 if counted is None else counted(inputs)
+        counts = inputs[_weights(inputs)] != 0 if counted is None else counted(inputs)
         with torch.no_grad():
             result = forward(inputs).detach()
         dtypes.append(result.dtype)
@@ -123,7 +138,7 @@ def probe(
     if outputs == "losses":
         _check_losses(plain[:, 0], counts, segment_of_token, host)
     changes = []
-    for changed in (segment_of_token % 2 == 1, segment_of_token % 2 == 0, middle):
+    for changed in changed_tokens:
         result, counts_now = run_changed(changed)
         equal = result == plain  # also True for equal infinities, such as logits of unused ids
         difference = (result - plain).masked_fill(equal, 0).abs().amax(dim=1)
@@ -134,7 +149,7 @@ def probe(
             )
         # Some hosts derive labels from tokens; their losses may change with the labels.
         unmoved = counts == counts_now
-        unmoved &= ~(from_middle if changed is middle else changed) & ~segment_of_token.isnan()
+        unmoved &= ~_dependents(changed, end) & ~segment_of_token.isnan()
         # A masked loss (padding has no other) is 0 for any tokens, so it cannot change.
         movable = ~unmoved & ~segment_of_token.isnan() & (counts | (outputs == "logits"))
         changes.append(_Change(difference, unmoved, movable))
@@ -143,11 +158,7 @@ def probe(
     if longest is not None:
         batch = _with_labels(longest)
         plain, counts = run(dict(batch))
-    segments = SegmentPlaces.of(batch)
-    half = -(-int(segments.lengths.max()) // 2)
-    parts = [_cut(batch, segments, min(half, _PIECE))]
-    parts.append(_alone(batch, segments, half) if any_length else _cut(batch, segments, half))
-    for part in parts:
+    for part in _paths(batch) if "kv_index" in batch else _pieces(batch, any_length):
         result, counts_now = run(part.batch)
         comparable = counts[part.before] == counts_now[part.after]
         rounding = tolerance * scale
@@ -157,9 +168,12 @@ def probe(
 
 def _with_labels(batch: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the batch, with next tokens as labels if its loss mask is all 0."""
-    if (batch["loss_mask"] != 0).any():
+    if (batch[_weights(batch)] != 0).any():
         return batch
     tokens = batch["tokens"]
+    if "kv_index" in batch:
+        predicted = (batch["predecessors"] >= 0).view_as(tokens)
+        return {**batch, _weights(batch): predicted.float()}
     following = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-100)
     positions = SegmentPlaces.of(batch).positions().view_as(tokens)
     ends = torch.nn.functional.pad(positions[:, 1:] == 0, (0, 1), value=True)
@@ -167,6 +181,10 @@ def _with_labels(batch: Mapping[str, Any]) -> Mapping[str, Any]:
     # If every document has one token, label it with the first token of the next document.
     labels = inside if (inside >= 0).any() else following
     return {**batch, "labels": labels, "loss_mask": (labels >= 0).float()}
+
+
+def _weights(batch: Mapping[str, Any]) -> str:
+    return "loss_mask" if "loss_mask" in batch else "loss_weights"
 
 
 # ---- Documents in shorter rows, or alone
@@ -179,6 +197,43 @@ class _Part(NamedTuple):
     before: Tensor
     after: Tensor
     what: str
+    cause: str = (
+        "The model depends on the lengths of other documents (like rope_type longrope or dynamic), "
+        "or on the length of the row. "
+        "Pack into shorter buckets, or choose a rope_type that is the same at any length"
+    )
+
+
+def _pieces(batch: Mapping[str, Any], any_length: bool) -> Iterator[_Part]:
+    segments = SegmentPlaces.of(batch)
+    half = -(-int(segments.lengths.max()) // 2)
+    yield _cut(batch, segments, min(half, _PIECE))
+    yield _alone(batch, segments, half) if any_length else _cut(batch, segments, half)
+
+
+def _paths(batch: Mapping[str, Any]) -> Iterator[_Part]:
+    """Yield the longest path of a tree, and its first half, without branches. The remaining tokens
+    of the row become roots that are no longer, because a host may need rows of equal length."""
+    tokens, path_ends = batch["tokens"], batch["cu_seqlens_k"].long()
+    last = int(path_ends.diff().argmax())
+    longest = batch["kv_index"].long()[path_ends[last] : path_ends[last + 1]]
+    row = torch.arange(tokens.numel())
+    for path in (longest, longest[: -(-len(longest) // 2)]):
+        order = torch.cat([path, row[~torch.isin(row, path)]])
+        depths = row % len(path)
+        ends = torch.cat([(depths == 0).nonzero()[:, 0], row[-1:] + 1]).int()
+        part = {
+            name: value.flatten(0, 1)[order].view_as(value)
+            if isinstance(value, Tensor) and value.shape[:2] == tokens.shape
+            else value
+            for name, value in batch.items()
+        }
+        part |= {"position_ids": depths.view_as(tokens), "cu_seqlens_q": ends, "cu_seqlens_k": ends}
+        part |= {"kv_index": row.int(), "predecessors": torch.where(depths > 0, row - 1, -1)}
+        part |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), len(path))
+        cause = "The model does not attend to whole paths: check that kv_index and the depths as "
+        cause += "position_ids reach every layer, and that no layer is recurrent"
+        yield _Part(part, path, row[: len(path)], "its path is alone", cause)
 
 
 def _cut(batch: Mapping[str, Any], segments: SegmentPlaces, most: int) -> _Part:
@@ -279,10 +334,7 @@ def _check_part(
         raise ConfigError(
             f"{host} gives token {int(part.before[i])} different outputs in its row than if "
             f"{part.what}: they differ by {float(difference[i]):.3g}, but rounding explains only "
-            f"{rounding:.3g} ({int(wrong.sum())} tokens differ). "
-            "The model depends on the lengths "
-            "of other documents (like rope_type longrope or dynamic), or on the length of the row. "
-            "Pack into shorter buckets, or choose a rope_type that is the same at any length"
+            f"{rounding:.3g} ({int(wrong.sum())} tokens differ). {part.cause}"
         )
 
 
@@ -297,18 +349,55 @@ class _Change(NamedTuple):
     movable: Tensor  # bool: the output may change
 
 
-def _token_places(segments: SegmentPlaces, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return for every token its segment (float; NaN in alignment padding), whether it is the
-    middle token of the segment, and whether it is the middle one or after it."""
+def _token_places(
+    batch: Mapping[str, Any], num_tokens: int
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """Return for every token its segment (float; NaN in alignment padding), the end of the tokens
+    that may depend on it (they begin with it), and the tokens that the first three runs change."""
+    segments = SegmentPlaces.of(batch)
     segment_of_token = torch.full((num_tokens,), torch.nan)
-    middle, from_middle = torch.zeros(2, num_tokens, dtype=torch.bool)
+    end, number = torch.arange(num_tokens), torch.zeros(num_tokens, dtype=torch.int64)
+    middle = torch.zeros(num_tokens, dtype=torch.bool)
     inside = torch.cat([torch.arange(n) for n in segments.lengths.tolist()])
     places = segments.begins.repeat_interleave(segments.lengths) + inside
     half = (segments.lengths // 2).repeat_interleave(segments.lengths)
-    numbers = torch.arange(len(segments.lengths)).repeat_interleave(segments.lengths)
-    segment_of_token[places] = numbers.float()
-    middle[places], from_middle[places] = inside == half, inside >= half
-    return segment_of_token, middle, from_middle
+    numbers = torch.arange(len(segments.lengths))
+    segment_of_token[places] = numbers.repeat_interleave(segments.lengths).float()
+    last = (segments.begins + segments.lengths).repeat_interleave(segments.lengths)
+    middle[places], end[places] = inside == half, last
+    leaf = torch.ones(num_tokens, dtype=torch.bool)
+    if "kv_index" in batch:
+        numbers = _branch_numbers(batch)
+        _, end = TreeSegments.of(batch).spans(num_tokens)
+        leaf = end == last
+    number[places] = numbers.repeat_interleave(segments.lengths)
+    used = ~segment_of_token.isnan()
+    # A parent that is changed together with its branches would show nothing about them.
+    odd, even = (used & (number % 2 == parity) for parity in (1, 0))
+    return segment_of_token, end, (odd, even & leaf, middle & leaf)
+
+
+def _branch_numbers(batch: Mapping[str, Any]) -> Tensor:
+    """Return the number of every node among the branches of its parent, int64 (nodes,)."""
+    ends, path_ends = (batch[f"cu_seqlens_{name}"].tolist() for name in "qk")
+    keys, counter, numbers = batch["kv_index"].tolist(), Counter[int](), []
+    for node in range(len(ends) - 1):
+        size = ends[node + 1] - ends[node]
+        if size:
+            above = path_ends[node + 1] - size
+            parent = keys[above - 1] if above > path_ends[node] else -1
+            numbers.append(counter[parent])
+            counter[parent] += 1
+    return torch.tensor(numbers)
+
+
+def _dependents(changed: Tensor, end: Tensor) -> Tensor:
+    """Return the tokens that may depend on a changed one: from each of these to its end."""
+    rows = changed.nonzero().flatten()
+    steps = torch.zeros(len(changed) + 1, dtype=torch.int64)
+    steps[rows] = 1
+    steps.index_add_(0, end[rows], torch.full_like(rows, -1))
+    return steps.cumsum(0)[:-1] > 0
 
 
 def _other_tokens(tokens: Tensor) -> Tensor:
@@ -355,7 +444,7 @@ def _check_changes(
             same = bool(change.movable[segment_of_token == segment_of_token[i]].any())
             raise ConfigError(
                 f"{host} lets token {i} (segment {int(segment_of_token[i])}) see "
-                f"{'what comes after it' if same else 'another document'}: it changed by "
+                f"{'what comes after it' if same else 'another document or branch'}: it changed by "
                 f"{float(change.difference[i]):.3g}, but rounding explains at most {rounding:.3g} "
                 f"({int(leaked.sum())} tokens are affected). The boundaries of the batch do not "
                 "reach the attention unchanged: check the attention backend and the code before it"

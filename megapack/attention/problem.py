@@ -1,7 +1,7 @@
 """Variable-length attention as a problem, and the interface of the backends that solve it.
 
 - ``ScoreRule``: how scores become weights (scale, mask, window, soft cap, ALiBi).
-- ``Segments``: boundaries of the segments of a stream.
+- ``TreeSegments``: the queries and keys of every node; a document is a tree of one node.
 - ``AttentionNeeds``: all that a model requires; every backend accepts or refuses one.
 - ``Backend``: a forward pass, its backward pass, and the needs that it refuses.
 
@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -33,13 +33,61 @@ def alibi_slopes(num_heads: int) -> Tensor:
     return torch.tensor(slopes, dtype=torch.float32, device="cpu")
 
 
-class Segments(NamedTuple):
-    """Boundaries of the segments of a stream of T tokens."""
+class TreeSegments(NamedTuple):
+    """Queries and keys of the N nodes of packed prefix trees, in a row of T tokens.
 
-    cu_seqlens: Tensor
-    """``[S + 1]`` int32: 0, the end of every segment, T; a repeated entry is an empty segment."""
-    max_seqlen: int
-    """Length of the longest segment in tokens, known on the CPU."""
+    The tokens of a node are queries. Their keys are the path of the node, from its root to its last
+    token. A stream of documents is a forest in which every document is a root.
+
+        row           p p p a a b                  sequences p p p a a and p p p b
+        cu_seqlens_q  0 3 5 6                      nodes p, a, b
+        cu_seqlens_k  0 3 8 12                     their paths
+        kv_index      0 1 2 | 0 1 2 3 4 | 0 1 2 5
+    """
+
+    cu_seqlens_q: Tensor
+    """``[N + 1]`` int32: 0, the end of every node, T; a repeated entry is an empty node."""
+    cu_seqlens_k: Tensor
+    """``[N + 1]`` int32: 0, the end of every path in ``kv_index``, K."""
+    kv_index: Tensor | None
+    """``[K]`` int32: rows of the keys, path after path; None: every node is a root."""
+    max_seqlen_q: int
+    """Length of the longest node in tokens, known on the CPU."""
+    max_seqlen_k: int
+    """Length of the longest path in tokens, known on the CPU."""
+
+    @staticmethod
+    def of_documents(cu_seqlens: Tensor, max_seqlen: int) -> TreeSegments:
+        """Return the segments of a stream of documents, ``cu_seqlens`` ``[documents + 1]``."""
+        return TreeSegments(cu_seqlens, cu_seqlens, None, max_seqlen, max_seqlen)
+
+    @staticmethod
+    def of(batch: Mapping[str, Any]) -> TreeSegments:
+        """Return the segments of a batch that has the fields as entries (``tree_batch``)."""
+        return TreeSegments(*(batch[name] for name in TreeSegments._fields))
+
+    def spans(self, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Return the depth of every token in its path, and the row at which the last path through
+        it ends: two int64 ``[T]``. Does not wait for the device.
+
+        Nodes are in preorder. So row i sees row j if ``j <= i < end[j]``, at the distance
+        ``depth[i] - depth[j]``.
+        """
+        ends, positions = self.cu_seqlens_q.long(), torch.arange(num_tokens, device=self.device)
+        node = torch.searchsorted(ends[1:], positions, right=True)
+        above = (self.cu_seqlens_k.long() - ends).diff()  # tokens of a path before its node
+        depth = positions - (ends[:-1] - above)[node]
+        if self.kv_index is None:
+            return depth, ends[node + 1]
+        keys = torch.arange(len(self.kv_index), device=self.device)
+        node = torch.searchsorted(self.cu_seqlens_k[1:].long(), keys, right=True)
+        end = torch.zeros_like(positions)
+        return depth, end.scatter_reduce(0, self.kv_index.long(), ends[node + 1], "amax")
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the tensors."""
+        return self.cu_seqlens_q.device
 
 
 class Forward(NamedTuple):
@@ -77,7 +125,7 @@ class ScoreRule:
             raise ValueError("a sliding window without causal attention is not supported")
 
     def hides(self, distance: Tensor) -> Tensor | None:
-        """Return the pairs that the mask hides; ``distance`` is ``i - j`` within one segment."""
+        """Return the pairs that the mask hides; ``distance`` is ``i - j`` within one path."""
         if not self.causal:
             return None
         hidden = distance < 0
@@ -119,9 +167,11 @@ class Backend:
     Attributes:
         name: value of ``model.attention_backend``; ``title``: name for messages.
         forward: ``(q, k, v, segments, rule)``, shapes as in ``varlen_attention``; returns the
-            output ``[T, H, D]`` and the log-sum-exp ``[H, T]``.
+            output ``[T, H, D]`` and the log-sum-exp ``[H, T]``. k and v have a row per entry of
+            ``kv_index``; masks are causal aligned to the end of a path.
         backward: ``(grad_out, forward, segments, rule)`` with a ``Forward``; returns the gradients
-            of q, k and v. None: autograd differentiates ``forward``, which returns only the output.
+            of q, k and v. None: autograd differentiates ``forward``, which returns only the output
+            and gets k and v in the order of q.
         refusal: returns why the backend cannot serve the needs (device, dtype, package, ...), or
             None; ``softcap`` and ``alibi`` are checked separately.
         softcap, alibi: whether the backend supports the rule. Every backend supports windows.

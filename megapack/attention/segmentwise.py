@@ -1,7 +1,7 @@
-"""Attention segment by segment: by the formula, and with PyTorch's fused CPU kernel.
+"""Attention node by node: by the formula, and with PyTorch's fused CPU kernel.
 
 ``EAGER`` computes the formula on any device, in any dtype, with every rule. It processes queries in
-blocks, so memory grows linearly with the segment, and skips keys that the mask hides from a whole
+blocks, so memory grows linearly with the path, and skips keys that the mask hides from a whole
 block. ``SDPA`` is the default on the CPU. It calls the kernels of ``scaled_dot_product_attention``
 directly, because they return the log-sum-exp that the backward pass needs; the public function does
 not return it, and autograd is off inside a custom operator.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,32 +23,54 @@ from megapack.attention.problem import (
     Backend,
     Forward,
     ScoreRule,
-    Segments,
+    TreeSegments,
     accumulator,
 )
 
 _BLOCK_ROWS = 512
 
 
-def bounds(segments: Segments, num_tokens: int) -> list[tuple[int, int]]:
-    """Return ``(begin, end)`` of every segment that is not empty. Raises ValueError if segments do
-    not cover the stream, because some tokens would have no result."""
-    ends = segments.cu_seqlens.tolist()
-    if [*ends[:1], *ends[-1:]] != [0, num_tokens] or ends != sorted(ends):
-        raise ValueError(
-            f"cu_seqlens is {ends!s:.80}; it must ascend from 0 to {num_tokens}, the tokens of "
-            "the stream (padding is a segment)"
-        )
-    return [(a, b) for a, b in itertools.pairwise(ends) if b > a]
+class Node(NamedTuple):
+    """Rows of the queries of a node, and rows of its path among the keys."""
+
+    begin: int
+    end: int
+    path_begin: int
+    path_end: int
+
+
+def nodes(segments: TreeSegments, num_tokens: int, num_keys: int) -> list[Node]:
+    """Return the nodes that are not empty. Raises ValueError if they do not cover the row, because
+    some tokens would have no result, or if a path is shorter than its node."""
+    ends, path_ends = segments.cu_seqlens_q.tolist(), segments.cu_seqlens_k.tolist()
+    tree = segments.kv_index is not None
+    for name, values, last, of in (
+        ("cu_seqlens_q" if tree else "cu_seqlens", ends, num_tokens, "stream"),
+        ("cu_seqlens_k", path_ends, num_keys, "paths"),
+    ):
+        if [*values[:1], *values[-1:]] != [0, last] or values != sorted(values):
+            raise ValueError(
+                f"{name} is {values!s:.80}; it must ascend from 0 to {last}, the tokens of "
+                f"the {of} (padding is a segment)"
+            )
+    pairs = zip(itertools.pairwise(ends), itertools.pairwise(path_ends), strict=True)
+    listed = [Node(*rows, *path) for rows, path in pairs if rows[1] > rows[0]]
+    for node in listed:
+        if node.path_end - node.path_begin < node.end - node.begin:
+            raise ValueError(
+                f"the node of rows {node.begin} to {node.end} has a path of "
+                f"{node.path_end - node.path_begin} tokens; a path includes its node"
+            )
+    return listed
 
 
 def formula_forward(
-    q: Tensor, k: Tensor, v: Tensor, segments: Segments, rule: ScoreRule
+    q: Tensor, k: Tensor, v: Tensor, segments: TreeSegments, rule: ScoreRule
 ) -> tuple[Tensor, Tensor]:
     out = q.new_empty(q.shape)
     lse = q.new_empty((q.shape[1], q.shape[0]), dtype=accumulator(q))
-    for rows, keys in _blocks(segments, len(q), rule):
-        scores, _ = _scores(q[rows], k[keys], rows.start - keys.start, rule)
+    for rows, keys, offset in _blocks(nodes(segments, len(q), len(k)), rule):
+        scores, _ = _scores(q[rows], k[keys], offset, rule)
         log_sum = scores.logsumexp(-1)
         weights = (scores - log_sum.unsqueeze(-1)).exp()
         out[rows] = (weights @ _heads(v[keys], q.shape[1])).transpose(0, 1).to(out.dtype)
@@ -56,15 +79,15 @@ def formula_forward(
 
 
 def formula_backward(
-    grad_out: Tensor, done: Forward, segments: Segments, rule: ScoreRule
+    grad_out: Tensor, done: Forward, segments: TreeSegments, rule: ScoreRule
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, out, lse = done
     groups, wide = k.shape[1], accumulator(q)
     grad_q = q.new_empty(q.shape)
     grad_k = k.new_zeros(k.shape, dtype=wide)
     grad_v = v.new_zeros(v.shape, dtype=wide)
-    for rows, keys in _blocks(segments, len(q), rule):
-        scores, slope = _scores(q[rows], k[keys], rows.start - keys.start, rule)
+    for rows, keys, offset in _blocks(nodes(segments, len(q), len(k)), rule):
+        scores, slope = _scores(q[rows], k[keys], offset, rule)
         weights = (scores - lse[:, rows].unsqueeze(-1)).exp()
         d_out = grad_out[rows].transpose(0, 1).to(wide)
         grad_v[keys] += sum_groups(weights.transpose(1, 2) @ d_out, groups)
@@ -79,13 +102,18 @@ def formula_backward(
     return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype)
 
 
-def _blocks(segments: Segments, num_tokens: int, rule: ScoreRule) -> Iterator[tuple[slice, slice]]:
-    """Yield blocks of query rows, each with the range of keys that it attends to."""
-    for begin, end in bounds(segments, num_tokens):
-        for first in range(begin, end, _BLOCK_ROWS):
-            last = min(first + _BLOCK_ROWS, end)
-            low = max(begin, first - rule.window + 1) if rule.window else begin
-            yield slice(first, last), slice(low, last if rule.causal else end)
+def _blocks(listed: list[Node], rule: ScoreRule) -> Iterator[tuple[slice, slice, int]]:
+    """Yield blocks of query rows, the range of keys that each attends to, and the position of its
+    first row minus that of its first key."""
+    for node in listed:
+        shift = node.path_end - node.end  # row i of the queries is row i + shift of the keys
+        for first in range(node.begin, node.end, _BLOCK_ROWS):
+            last = min(first + _BLOCK_ROWS, node.end)
+            low = node.path_begin
+            if rule.window:
+                low = max(low, first + shift - rule.window + 1)
+            high = last + shift if rule.causal else node.path_end
+            yield slice(first, last), slice(low, high), first + shift - low
 
 
 def _heads(x: Tensor, num_heads: int) -> Tensor:
@@ -132,72 +160,73 @@ def _sdpa_refusal(needs: AttentionNeeds) -> str | None:
 
 
 def sdpa_forward(
-    q: Tensor, k: Tensor, v: Tensor, segments: Segments, rule: ScoreRule
+    q: Tensor, k: Tensor, v: Tensor, segments: TreeSegments, rule: ScoreRule
 ) -> tuple[Tensor, Tensor]:
     out = q.new_empty(q.shape)
     lse = q.new_empty((q.shape[1], q.shape[0]), dtype=accumulator(q))
-    bias = _bias(q, segments.max_seqlen, rule)
-    for begin, end in bounds(segments, len(q)):
+    bias = _bias(q, segments, rule)
+    for node in nodes(segments, len(q), len(k)):
+        path, mask = slice(*node[2:]), _mask(bias, node, rule)
         o, s = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            _rows(q, begin, end),
-            _repeated(k, begin, end, q.shape[1]),
-            _repeated(v, begin, end, q.shape[1]),
+            _batch(q[node.begin : node.end]),
+            _repeated(k[path], q.shape[1]),
+            _repeated(v[path], q.shape[1]),
             0.0,
-            rule.causal and bias is None,
-            attn_mask=_corner(bias, end - begin),
+            rule.causal and mask is None,
+            attn_mask=mask,
             scale=rule.scale,
         )
-        out[begin:end] = o[0].transpose(0, 1)
-        lse[:, begin:end] = s[0]
+        out[node.begin : node.end] = o[0].transpose(0, 1)
+        lse[:, node.begin : node.end] = s[0]
     return out, lse
 
 
 def sdpa_backward(
-    grad_out: Tensor, done: Forward, segments: Segments, rule: ScoreRule
+    grad_out: Tensor, done: Forward, segments: TreeSegments, rule: ScoreRule
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, out, lse = done
     grad_q, grad_k, grad_v = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    bias = _bias(q, segments.max_seqlen, rule)
-    for begin, end in bounds(segments, len(q)):
+    bias = _bias(q, segments, rule)
+    for node in nodes(segments, len(q), len(k)):
+        rows, path, mask = slice(*node[:2]), slice(*node[2:]), _mask(bias, node, rule)
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            _rows(grad_out, begin, end),
-            _rows(q, begin, end),
-            _repeated(k, begin, end, q.shape[1]),
-            _repeated(v, begin, end, q.shape[1]),
-            _rows(out, begin, end),
-            lse[:, begin:end].unsqueeze(0).contiguous(),
+            _batch(grad_out[rows]),
+            _batch(q[rows]),
+            _repeated(k[path], q.shape[1]),
+            _repeated(v[path], q.shape[1]),
+            _batch(out[rows]),
+            lse[:, rows].unsqueeze(0).contiguous(),
             0.0,
-            rule.causal and bias is None,
-            attn_mask=_corner(bias, end - begin),
+            rule.causal and mask is None,
+            attn_mask=mask,
             scale=rule.scale,
         )
-        grad_q[begin:end] = dq[0].transpose(0, 1)
-        grad_k[begin:end] = sum_groups(dk[0], k.shape[1])
-        grad_v[begin:end] = sum_groups(dv[0], v.shape[1])
+        grad_q[rows] = dq[0].transpose(0, 1)
+        grad_k[path] = sum_groups(dk[0], k.shape[1])
+        grad_v[path] = sum_groups(dv[0], v.shape[1])
     return grad_q, grad_k, grad_v
 
 
-def _rows(x: Tensor, begin: int, end: int) -> Tensor:
-    """Map ``[T, H, D]`` to ``[1, H, L, D]``: one segment as a batch of one."""
-    return x[begin:end].transpose(0, 1).unsqueeze(0)
+def _batch(x: Tensor) -> Tensor:
+    """Map ``[L, H, D]`` to ``[1, H, L, D]``: one node or path as a batch of one."""
+    return x.transpose(0, 1).unsqueeze(0)
 
 
-def _repeated(x: Tensor, begin: int, end: int, num_heads: int) -> Tensor:
-    wide = _rows(x, begin, end)
+def _repeated(x: Tensor, num_heads: int) -> Tensor:
     factor = num_heads // x.shape[1]
-    return wide if factor == 1 else wide.repeat_interleave(factor, dim=1)
+    return _batch(x) if factor == 1 else _batch(x).repeat_interleave(factor, dim=1)
 
 
-def _bias(q: Tensor, max_seqlen: int, rule: ScoreRule) -> Tensor | None:
-    """Return the bias of the longest segment; shorter segments use its top left corner."""
-    if rule.alibi_slopes is None and not rule.window:
+def _bias(q: Tensor, segments: TreeSegments, rule: ScoreRule) -> Tensor | None:
+    """Return the bias of the longest path; see ``_mask``. None: no node needs one."""
+    if rule.alibi_slopes is None and not rule.window and segments.kv_index is None:
         return None
-    position = torch.arange(max_seqlen, device=q.device)
+    position = torch.arange(segments.max_seqlen_k, device=q.device)
     distance = position.unsqueeze(1) - position
     # Never bfloat16: a distance of 1000 would be rounded to a multiple of 4.
     dtype = accumulator(q)
     if rule.alibi_slopes is None:
-        bias = torch.zeros(1, 1, max_seqlen, max_seqlen, dtype=dtype, device=q.device)
+        bias = torch.zeros(1, 1, *distance.shape, dtype=dtype, device=q.device)
     else:
         bias = -rule.alibi_slopes.to(dtype).view(1, -1, 1, 1) * distance.abs()
     if (hidden := rule.hides(distance)) is not None:
@@ -205,8 +234,13 @@ def _bias(q: Tensor, max_seqlen: int, rule: ScoreRule) -> Tensor | None:
     return bias
 
 
-def _corner(bias: Tensor | None, length: int) -> Tensor | None:
-    return None if bias is None else bias[:, :, :length, :length]
+def _mask(bias: Tensor | None, node: Node, rule: ScoreRule) -> Tensor | None:
+    """Return the part of the bias for a node: the last rows of its path. None: the kernel's causal
+    mask is enough. That mask is aligned to the first key, so it only fits roots."""
+    rows, keys = node.end - node.begin, node.path_end - node.path_begin
+    if bias is None or (rows == keys and rule.alibi_slopes is None and not rule.window):
+        return None
+    return bias[:, :, keys - rows : keys, :keys]
 
 
 SDPA = Backend(

@@ -2,7 +2,8 @@
 
 - ``tiny_configuration``: configuration of a tiny model of the same architecture.
 - ``randomize``: add noise to the weights, so that every layer affects the output.
-- ``Row``: documents in one row, as in training; ``plain_arguments``: one document alone.
+- ``Row``: documents in one row, as in training; ``plain_arguments``: one document alone;
+  ``branches``: two sequences that share a prefix, as a tree.
 - ``trace``, ``concatenate_traces``, ``difference``: record and compare outputs of all modules.
 
     tiny_configuration(AutoConfig.for_model("llama")).hidden_size  # -> 512, 4 heads of 128
@@ -21,7 +22,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from megapack.attention.transformers_interface import varlen_arguments
+from megapack.attention.problem import TreeSegments
+from megapack.attention.transformers_interface import tree_arguments, varlen_arguments
 
 LENGTHS = (37, 23)  # of two documents: different, and longer than a tiny window or chunk
 
@@ -214,6 +216,25 @@ class Row(NamedTuple):
 def plain_arguments(tokens: Tensor) -> dict[str, Any]:
     """Return the arguments of the usual forward pass of one document ``[L]``."""
     return {"input_ids": tokens.unsqueeze(0), "use_cache": False}
+
+
+def branches(prefix: Tensor, one: Tensor, other: Tensor) -> tuple[dict[str, Any], Tensor]:
+    """Return the arguments of a tree of two branches, and the rows of both sequences, one after the
+    other. All are int64 ``[L]``."""
+    lengths = [len(prefix), len(one), len(other)]
+    rows = torch.arange(sum(lengths), device=prefix.device)
+    first, second, third = torch.split(rows, lengths)
+    paths = [first, torch.cat([first, second]), torch.cat([first, third])]
+    sizes = torch.tensor([lengths, [len(path) for path in paths]], device=prefix.device)
+    ends_q, ends_k = nn.functional.pad(sizes.cumsum(1), (1, 0)).int()
+    longest, longest_path = sizes.amax(1).tolist()
+    segments = TreeSegments(ends_q, ends_k, torch.cat(paths).int(), longest, longest_path)
+    depths = torch.cat(
+        [first, *(torch.arange(len(p), device=p.device)[len(first) :] for p in paths)]
+    )
+    tokens = torch.cat([prefix, one, other])
+    inputs = {"input_ids": tokens[None], "position_ids": depths[None]}
+    return {**inputs, **tree_arguments(segments)}, torch.cat(paths[1:])
 
 
 def trace(model: Any, arguments: dict[str, Any]) -> Trace:

@@ -14,7 +14,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from megapack.attention.varlen import varlen_attention
+from megapack.attention.problem import TreeSegments
+from megapack.attention.varlen import attend
 
 ATTENTION_NAME = "megapack"
 
@@ -40,6 +41,17 @@ def varlen_arguments(
     if sequence_parallel_size > 1:
         arguments["sequence_parallel_size"] = sequence_parallel_size
     return arguments
+
+
+def tree_arguments(segments: TreeSegments) -> dict[str, Any]:
+    """Return arguments of a model's forward for packed trees, in addition to ``input_ids`` and
+    ``position_ids``, which are depths (``TreeBatch``)."""
+    return {
+        **dict(zip(ENDS, segments[:2], strict=True)),
+        **dict(zip(LONGEST, segments[3:], strict=True)),
+        "kv_index": segments.kv_index,
+        "use_cache": False,
+    }
 
 
 def add_segment_numbers(model: Any) -> None:
@@ -88,7 +100,10 @@ def _attention_function(backend: str) -> Attention:
         sliding_window: int | None = None,
         softcap: float | None = None,
         cu_seq_lens_q: Tensor | None = None,
+        cu_seq_lens_k: Tensor | None = None,
+        kv_index: Tensor | None = None,
         max_length_q: int | None = None,
+        max_length_k: int | None = None,
         **unused: Any,
     ) -> tuple[Tensor, None]:
         """q ``[B, H, L, D]``, k ``[B, Hkv, L, D]``, v ``[B, Hkv, L, E]`` -> ``[B, L, H, E]``."""
@@ -101,6 +116,14 @@ def _attention_function(backend: str) -> Attention:
                 0, batch * length + 1, length, dtype=torch.int32, device=query.device
             )
             max_length_q = length
+        if kv_index is None:  # no trees: a document's keys are its own tokens
+            cu_seq_lens_k, max_length_k = cu_seq_lens_q, max_length_q
+        elif cu_seq_lens_k is None or max_length_k is None:
+            raise ValueError(
+                "megapack attention got kv_index without cu_seq_lens_k or max_length_k; call the "
+                "model with all of tree_arguments(segments)"
+            )
+        segments = TreeSegments(cu_seq_lens_q, cu_seq_lens_k, kv_index, max_length_q, max_length_k)
         kind = query.device.type
         if kind != "meta" and torch.is_autocast_enabled(kind):  # RoPE gives float32 q and k
             dtype = torch.get_autocast_dtype(kind)
@@ -113,13 +136,13 @@ def _attention_function(backend: str) -> Attention:
             x if x.shape[-1] == width else nn.functional.pad(x, (0, width - x.shape[-1]))
             for x in (query, key, value)
         )
-        out = varlen_attention(
+        out = attend(
             query.transpose(1, 2).reshape(batch * length, heads, width),
             key.transpose(1, 2).reshape(batch * length, -1, width),
             value.transpose(1, 2).reshape(batch * length, -1, width),
-            cu_seq_lens_q,
-            max_seqlen=max_length_q,
+            segments,
             scale=key_width**-0.5 if scaling is None else scaling,
+            causal=True,
             window=sliding_window or 0,
             softcap=softcap or 0.0,
             alibi_slopes=_slopes(module),

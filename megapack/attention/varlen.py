@@ -1,6 +1,6 @@
 """Attention over a stream of segments: one function, one opaque operator, any backend.
 
-- ``varlen_attention``: the attention function.
+- ``varlen_attention``: the attention function; ``attend``: the same for nodes and their paths.
 - ``choose_backend``: chooses the backend of a run at start; ``refusals``: why others cannot serve.
 
 ``torch.compile`` does not trace ``megapack::varlen_attn``, so a model compiles to one graph for
@@ -27,7 +27,7 @@ from megapack.attention.problem import (
     Backend,
     Forward,
     ScoreRule,
-    Segments,
+    TreeSegments,
     accumulator,
 )
 from megapack.attention.segmentwise import EAGER, SDPA
@@ -104,29 +104,56 @@ def varlen_attention(
         softcap: with c > 0, scores become ``c * tanh(scores / c)``.
         alibi_slopes: ``[H]`` float32; adds ``-slope * (i - j)`` to the scores (Press et al. 2021).
     """
-    _check_shapes(query, key, value, cu_seqlens, alibi_slopes)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    return attend(
+        query,
+        key,
+        value,
+        TreeSegments.of_documents(cu_seqlens, max_seqlen),
+        backend=backend,
+        scale=scale,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+    )
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: TreeSegments,
+    *,
+    backend: str,
+    scale: float | None,
+    causal: bool,
+    window: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+) -> Tensor:
+    """Compute attention of every node to its path; arguments and errors as ``varlen_attention``."""
+    _check_shapes(query, key, value, segments, alibi_slopes)
     options: dict[str, Any] = {
-        "max_seqlen": max_seqlen,
-        "scale": scale,
+        "max_seqlen_q": segments.max_seqlen_q,
+        "max_seqlen_k": segments.max_seqlen_k,
+        "scale": query.shape[-1] ** -0.5 if scale is None else scale,
         "causal": causal,
         "window": window,
         "softcap": softcap,
         "backend": _check_rule(backend, softcap, alibi_slopes),
     }
+    tensors = (*segments[:3], alibi_slopes)
     out: Tensor
     if BACKENDS[backend].backward is None:
-        chosen, segments, rule = _unpack(cu_seqlens, alibi_slopes, **options)
+        chosen, segments, rule = _unpack(*tensors, **options)
         out = chosen.forward(query, key, value, segments, rule)
     else:
-        out, _ = torch.ops.megapack.varlen_attn(
-            query, key, value, cu_seqlens, alibi_slopes, **options
-        )
+        out, _ = torch.ops.megapack.varlen_attn(query, key, value, *tensors, **options)
     return out
 
 
 def _check_shapes(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, alibi_slopes: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, segments: TreeSegments, alibi_slopes: Tensor | None
 ) -> None:
     if q.dim() != 3 or k.shape != v.shape or k.shape[::2] != q.shape[::2]:
         raise ValueError(
@@ -135,10 +162,16 @@ def _check_shapes(
         )
     if q.shape[1] % k.shape[1]:
         raise ValueError(f"{q.shape[1]} query heads cannot share {k.shape[1]} key heads evenly")
-    if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
+    for name, x in zip(("cu_seqlens", "cu_seqlens_k", "kv_index"), segments[:3], strict=True):
+        if x is not None and (x.dtype != torch.int32 or x.dim() != 1):
+            shape = "[tokens of all paths]" if name == "kv_index" else "[segments + 1]"
+            raise ValueError(
+                f"{name} is {x.dtype} of shape {tuple(x.shape)}; it must be int32 of shape {shape}"
+            )
+    if segments.cu_seqlens_k.shape != segments.cu_seqlens_q.shape:
         raise ValueError(
-            f"cu_seqlens is {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}; it must be "
-            "int32 of shape [segments + 1]"
+            f"cu_seqlens_q has {len(segments.cu_seqlens_q)} entries and cu_seqlens_k "
+            f"{len(segments.cu_seqlens_k)}; every node has one path"
         )
     if alibi_slopes is not None and alibi_slopes.shape != (q.shape[1],):
         raise ValueError(
@@ -159,14 +192,39 @@ def _check_rule(backend: str, softcap: float, alibi_slopes: Tensor | None) -> st
 
 
 def _unpack(
-    cu_seqlens: Tensor, alibi_slopes: Tensor | None, *, backend: str, max_seqlen: int, **rule: Any
-) -> tuple[Backend, Segments, ScoreRule]:
-    segments = Segments(cu_seqlens, max_seqlen)
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    kv_index: Tensor | None,
+    alibi_slopes: Tensor | None,
+    *,
+    backend: str,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    **rule: Any,
+) -> tuple[Backend, TreeSegments, ScoreRule]:
+    segments = TreeSegments(cu_seqlens_q, cu_seqlens_k, kv_index, max_seqlen_q, max_seqlen_k)
     return BACKENDS[backend], segments, ScoreRule(alibi_slopes=alibi_slopes, **rule)
 
 
-_SEGMENTS = "Tensor cu_seqlens, Tensor? alibi_slopes"
-_OPTIONS = "SymInt max_seqlen, float scale, bool causal, int window, float softcap, str backend"
+# The operator gathers keys and values along the paths, again in the backward pass. So autograd
+# keeps one row per token between the passes, although paths may repeat a token many times.
+def _gathered(x: Tensor, kv_index: Tensor | None) -> Tensor:
+    return x if kv_index is None else x.index_select(0, kv_index)
+
+
+def _scattered(grad: Tensor, like: Tensor, kv_index: Tensor | None) -> Tensor:
+    """Add the gradients of all paths through a token, in the accumulator's dtype."""
+    if kv_index is None:
+        return grad.contiguous()
+    total = like.new_zeros(like.shape, dtype=accumulator(like))
+    return total.index_add_(0, kv_index, grad.to(total.dtype)).to(like.dtype)
+
+
+_SEGMENTS = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? kv_index, Tensor? alibi_slopes"
+_OPTIONS = (
+    "SymInt max_seqlen_q, SymInt max_seqlen_k, float scale, bool causal, int window, "
+    "float softcap, str backend"
+)
 
 
 @torch.library.custom_op(
@@ -175,18 +233,19 @@ _OPTIONS = "SymInt max_seqlen, float scale, bool causal, int window, float softc
     schema=f"(Tensor q, Tensor k, Tensor v, {_SEGMENTS}, *, {_OPTIONS}) -> (Tensor, Tensor)",
 )
 def _varlen_attn(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, alibi_slopes: Tensor | None, **options: Any
+    q: Tensor, k: Tensor, v: Tensor, *tensors: Any, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    chosen, segments, rule = _unpack(cu_seqlens, alibi_slopes, **options)
-    out, lse = chosen.forward(q, k, v, segments, rule)
+    chosen, segments, rule = _unpack(*tensors, **options)
+    keys, values = (_gathered(x, segments.kv_index) for x in (k, v))
+    out, lse = chosen.forward(q, keys, values, segments, rule)
     return out.contiguous(), lse.contiguous()
 
 
 @_varlen_attn.register_fake
 def _varlen_attn_fake(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, alibi_slopes: Tensor | None, **options: Any
+    q: Tensor, k: Tensor, v: Tensor, *tensors: Any, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    del k, v, cu_seqlens, alibi_slopes, options
+    del k, v, tensors, options
     return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=accumulator(q))
 
 
@@ -197,11 +256,14 @@ def _varlen_attn_fake(
     f"{_SEGMENTS}, *, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
 )
 def _varlen_attn_backward(grad_out: Tensor, *tensors: Any, **options: Any) -> tuple[Tensor, ...]:
-    *forward, cu_seqlens, alibi_slopes = tensors
-    chosen, segments, rule = _unpack(cu_seqlens, alibi_slopes, **options)
-    assert chosen.backward is not None, "varlen_attention calls such a backend directly"
-    grads = chosen.backward(grad_out.contiguous(), Forward(*forward), segments, rule)
-    return tuple(grad.contiguous() for grad in grads)
+    q, k, v, out, lse = tensors[:5]
+    chosen, segments, rule = _unpack(*tensors[5:], **options)
+    assert chosen.backward is not None, "attend calls such a backend directly"
+    keys, values = (_gathered(x, segments.kv_index) for x in (k, v))
+    done = Forward(q, keys, values, out, lse)
+    grad_q, *grads = chosen.backward(grad_out.contiguous(), done, segments, rule)
+    pairs = zip(grads, (k, v), strict=True)
+    return grad_q.contiguous(), *(_scattered(g, x, segments.kv_index) for g, x in pairs)
 
 
 @_varlen_attn_backward.register_fake
@@ -218,15 +280,15 @@ def _setup_context(
     keyword_only_inputs: dict[str, Any],
     output: tuple[Tensor, Tensor],
 ) -> None:
-    q, k, v, cu_seqlens, alibi_slopes = inputs
-    ctx.save_for_backward(q, k, v, *output, cu_seqlens, alibi_slopes)
+    q, k, v, *segments = inputs
+    ctx.save_for_backward(q, k, v, *output, *segments)
     ctx.rest = keyword_only_inputs
 
 
 def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
     del grad_lse  # callers do not get lse, so its gradient is always zero
     dq, dk, dv = torch.ops.megapack.varlen_attn_backward(grad_out, *ctx.saved_tensors, **ctx.rest)
-    return dq, dk, dv, None, None
+    return dq, dk, dv, None, None, None, None
 
 
 _varlen_attn.register_autograd(_backward, setup_context=_setup_context)

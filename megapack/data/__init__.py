@@ -42,6 +42,8 @@ if TYPE_CHECKING:  # public names and their modules, for type checkers and the c
     from megapack.data.schedule import Step as Step
     from megapack.data.steps import ORDERS as ORDERS
     from megapack.data.steps import ScheduleConfig as ScheduleConfig
+    from megapack.data.trees import TreeBatch as TreeBatch
+    from megapack.data.trees import tree_batch as tree_batch
 
 _HOME = {  # public name -> module that defines it
     name.name: node.module

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from megapack.attention import flex, refusals, varlen_attention
 
 from .cases import Case, cases, run_case
+from .tree_cases import Rule, as_batch, forest, run_tree_case
 
 pytestmark = [
     pytest.mark.gpu,
@@ -56,6 +57,24 @@ def test_kernels_compute_the_definition(backend: str, case: Case, width: int) ->
     needs = wide.needs("cuda", torch.bfloat16)
     if refusals(needs)[backend] is None:
         run_case(wide, backend, "cuda", torch.bfloat16)
+
+
+TREE_RULES = [Rule(), Rule(window=5), Rule(softcap=5.0, window=9), Rule(alibi=True)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rule", TREE_RULES)
+def test_cuda_backends_compute_trees(backend: str, rule: Rule) -> None:
+    case = Case(lengths=(1,), width=64, window=rule.window, softcap=rule.softcap, alibi=rule.alibi)
+    problem = refusals(case.needs("cuda", torch.bfloat16))[backend]
+    if problem is not None:
+        pytest.skip(problem)
+    large = forest(1)  # nodes and paths beyond one block of a kernel
+    large = {n: [*range(7)] * 60 + tokens * 30 for n, tokens in large.items()}
+    for seed in (0, 1) if backend == "flex" else range(24):
+        batch = as_batch(large if seed == 0 else forest(seed), seed)
+        how = {"device": "cuda", "shape": (4, 2, 64)}
+        run_tree_case(batch, rule, backend, torch.bfloat16, **how)
 
 
 def test_every_model_has_a_backend() -> None:

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from megapack.attention import flex
 from megapack.attention.flash import TORCH
-from megapack.attention.problem import Forward, ScoreRule, Segments
+from megapack.attention.problem import Forward, ScoreRule, TreeSegments
 from megapack.attention.segmentwise import formula_forward
 from megapack.training.config import ModelConfig
 from megapack.training.model.architecture import model_configuration
@@ -44,13 +44,18 @@ def fake() -> Iterator[None]:
 def test_torch_flash_operators_accept_our_arguments(fake: None, window: int, causal: bool) -> None:
     q = torch.empty(40, 8, 64, dtype=torch.bfloat16, device="cuda")
     k = torch.empty(40, 2, 64, dtype=torch.bfloat16, device="cuda")
-    segments = Segments(torch.empty(4, dtype=torch.int32, device="cuda"), 20)
+    ends = torch.empty(4, dtype=torch.int32, device="cuda")
     rule = ScoreRule(scale=0.1, causal=causal or bool(window), window=window)
-    out, lse = TORCH.forward(q, k, k, segments, rule)
-    assert (out.shape, lse.shape, lse.dtype) == (q.shape, (8, 40), torch.float32)
-    grads = TORCH.backward(out, Forward(q, k, k, out, lse), segments, rule)
-    assert [g.shape for g in grads] == [q.shape, k.shape, k.shape]
-    assert {(t.device.type, t.dtype) for t in (out, *grads)} == {("cuda", torch.bfloat16)}
+    paths = torch.empty(70, 2, 64, dtype=torch.bfloat16, device="cuda")  # of a tree, gathered
+    for keys, segments in (
+        (k, TreeSegments.of_documents(ends, 20)),
+        (paths, TreeSegments(ends, ends, ends, 20, 30)),
+    ):
+        out, lse = TORCH.forward(q, keys, keys, segments, rule)
+        assert (out.shape, lse.shape, lse.dtype) == (q.shape, (8, 40), torch.float32)
+        grads = TORCH.backward(out, Forward(q, keys, keys, out, lse), segments, rule)
+        assert [g.shape for g in grads] == [q.shape, keys.shape, keys.shape]
+        assert {(t.device.type, t.dtype) for t in (out, *grads)} == {("cuda", torch.bfloat16)}
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -76,18 +81,23 @@ def test_model_step_reads_no_value_and_gives_gradients(preset: str, checkpointin
 @pytest.mark.parametrize("window", [0, 16])
 def test_block_mask_is_created_without_reading_segments(window: int) -> None:
     bounds = torch.empty(9, dtype=torch.int32, device="meta")
-    mask = flex._make_block_mask(bounds, 700, ScoreRule(scale=1.0, window=window))
-    assert mask.shape == (1, 1, 700, 700)
-    assert mask.kv_num_blocks.shape == (1, 1, 6) and mask.kv_num_blocks.device.type == "meta"
+    index = torch.empty(900, dtype=torch.int32, device="meta")
+    for segments in (
+        TreeSegments.of_documents(bounds, 700),
+        TreeSegments(bounds, bounds, index, 700, 700),
+    ):
+        mask, _ = flex._make_block_mask(segments, 700, ScoreRule(scale=1.0, window=window))
+        assert mask.shape == (1, 1, 700, 700)
+        assert mask.kv_num_blocks.shape == (1, 1, 6) and mask.kv_num_blocks.device.type == "meta"
 
 
 def test_the_trace_detects_waits_and_cpu_tensors(fake: None) -> None:
     """Without this the tests above could not fail."""
     q = torch.empty(8, 2, 16, dtype=torch.bfloat16, device="cuda")
     rule = ScoreRule(scale=1.0)
-    here = Segments(torch.empty(3, dtype=torch.int32, device="cuda"), 8)
+    here = TreeSegments.of_documents(torch.empty(3, dtype=torch.int32, device="cuda"), 8)
     with pytest.raises(DataDependentOutputException):
         formula_forward(q, q, q, here, rule)  # the formula reads cu_seqlens, hence its last place
-    on_host = Segments(torch.empty(3, dtype=torch.int32), 8)
+    on_host = TreeSegments.of_documents(torch.empty(3, dtype=torch.int32), 8)
     with pytest.raises(RuntimeError, match=r"same device|two different devices"):
         TORCH.forward(q, q, q, on_host, rule)

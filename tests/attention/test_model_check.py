@@ -282,6 +282,61 @@ def test_check_works_on_very_small_models() -> None:
     check("qwen3", **SMALL, num_key_value_heads=1, head_dim=16)
 
 
+# --- packed prefix trees ---
+
+
+def check_trees(name: str, implementation: str = "megapack", build: Any = build) -> None:
+    register("eager")
+    how: Any = {"attention": implementation, "build": build, "device": torch.device("cpu")}
+    check_architecture(AutoConfig.for_model(name), longest=0, trees=True, **how)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "deepseek_v3"])
+def test_models_of_attention_alone_train_on_trees(name: str) -> None:
+    check_trees(name)
+
+
+def test_attention_without_paths_is_found() -> None:
+    """Documents are right, and only trees need the keys of the path."""
+    name = broken(lambda q, k, v, keys: (q, k, v, {**keys, "kv_index": None}))
+    check("llama", name)
+    with pytest.raises(ConfigError, match=r"in a tree, .*self_attn .*train it without trees"):
+        check_trees("llama", name)
+
+
+class Recurrent(LlamaForCausalLM):
+    """Llama whose first MLP also reads the token before it in the segment: a state of one token."""
+
+    def forward(self, *, cu_seq_lens_q: Tensor | None = None, **options: Any) -> Any:
+        if cu_seq_lens_q is None:
+            begins = torch.tensor([0])
+        else:
+            begins = cu_seq_lens_q[:-1].long()
+            options["cu_seq_lens_q"] = cu_seq_lens_q
+
+        def add_state(module: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+            state = inputs[0].roll(1, dims=1)
+            state[:, begins] = 0
+            return (inputs[0] + state,)
+
+        hook = self.model.layers[0].mlp.register_forward_pre_hook(add_state)
+        try:
+            return super().forward(**options)
+        finally:
+            hook.remove()
+
+
+def test_recurrent_layers_are_refused_on_trees() -> None:
+    """A state that begins at every document is right for documents, and never for branches."""
+
+    def build_recurrent(configuration: Any, implementation: str) -> Any:
+        return Recurrent._from_config(configuration, attn_implementation=implementation)
+
+    check("llama", build=build_recurrent)
+    with pytest.raises(ConfigError, match=r"'llama'.*in a tree, sequences have other logits.*mlp"):
+        check_trees("llama", build=build_recurrent)
+
+
 # --- the tiny model ---
 
 

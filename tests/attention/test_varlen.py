@@ -120,11 +120,14 @@ def test_operator_passes_opcheck() -> None:
     q = torch.randn(9, 4, 8, requires_grad=True)
     k = torch.randn(9, 2, 8, requires_grad=True)
     bounds = torch.tensor([0, 4, 9], dtype=torch.int32)
-    given = (q, k, k.detach().clone().requires_grad_(), bounds, None)
+    v = k.detach().clone().requires_grad_()
+    paths, index = torch.IntTensor([0, 4, 12]), torch.IntTensor([0, 1, 2, 3, 0, 1, 2, *range(4, 9)])
     rule = {"scale": 0.3, "causal": True, "window": 0, "softcap": 0.0}
-    how = {"max_seqlen": 5, "backend": "eager", **rule}
+    how = {"max_seqlen_q": 5, "max_seqlen_k": 8, "backend": "eager", **rule}
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(torch.ops.megapack.varlen_attn.default, given, how, test_utils=tests)
+    for segments in ((bounds, bounds, None), (bounds, paths, index)):
+        given = (q, k, v, *segments, None)
+        torch.library.opcheck(torch.ops.megapack.varlen_attn.default, given, how, test_utils=tests)
 
 
 # ---- A backend is chosen once, with a reason; what it cannot honour is refused, never ignored
