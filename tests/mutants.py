@@ -404,6 +404,14 @@ longest_room: max_seqlen is smaller than an aligned segment
 - longest = std::max(longest, segment.room);
 + longest = std::max(longest, segment.length);
 
+csrc/core/gather/fill.cpp: tests/data/test_tree_gather.py
+first_token_of_tree: a document's first token is predicted from nothing
+- for (std::int64_t i = depth == 0 ? 1 : 0; i < piece.length; i += kBlock) {
++ for (std::int64_t i = 0; i < piece.length; i += kBlock) {
+prefix_that_changed: documents with other tokens share a prefix
+- std::memcmp(tokens + at * width, tokens + shared * width, count * width) == 0,
++ std::memcmp(tokens + at * width, tokens + shared * width, 0) == 0,
+
 csrc/core/gather/shard.hpp: masking
 last_list: documents of the newest list are still seen
 - return list <= num_lists;
@@ -628,6 +636,11 @@ megapack/packing/file_format.py: tests/packing/test_packing_index.py
 tokens_of_header: sound files are refused, or contradictions pass
 - placed - metrics["repeated_tokens"] + metrics["dropped_tokens"]
 + placed + metrics["repeated_tokens"] - metrics["dropped_tokens"]
+
+megapack/packing/trees.py: tests/packing/test_tree_packing.py
+shared_of_neighbors: documents share more than their common prefix
+- shared[first : members[-1] + 1], members[:-1] + 1 - first
++ shared[first : members[-1] + 1], members[1:] - first
 
 megapack/packing/sample_index.py: tests/packing/test_packing_index.py
 index_of_worker: a worker reads the samples of another index that took its place

@@ -2,7 +2,7 @@
 // releases the GIL and writes a whole micro batch into the caller's buffers.
 //
 //     gatherer.gather(ids, StepView(...), BatchShape(1, 16, 16, False, 0), tokens, labels, ...)
-//         ->  (cu_seqlens, cu_seqlens_padded or None, sources, max_seqlen)
+//         ->  (cu_seqlens, cu_seqlens_padded or None, sources, max_seqlen, trees or None)
 #include <algorithm>
 #include <array>
 #include <map>
@@ -40,9 +40,11 @@ TokenArray token_array(const py::array& array, const char* name) {
 }
 
 Extent extent(const std::string& value, const char* name) {
-    return choice<Extent>(
-        value, name,
-        {{"document", Extent::kDocument}, {"group", Extent::kGroup}, {"sample", Extent::kSample}});
+    return choice<Extent>(value, name,
+                          {{"document", Extent::kDocument},
+                           {"group", Extent::kGroup},
+                           {"sample", Extent::kSample},
+                           {"tree", Extent::kTree}});
 }
 
 // "longalign" is the sequence mean in another unit; the factors of the samples include the
@@ -58,6 +60,7 @@ Loss loss(const std::string& value) {
 using Columns = std::vector<std::pair<bool, Array<std::uint8_t>>>;
 using ShardColumns = std::vector<std::optional<Array<std::uint8_t>>>;
 using ColumnOutputs = std::vector<OutputArray<std::uint8_t>>;
+using TreeArrays = std::tuple<AnyArray, AnyArray, AnyArray>;
 
 std::vector<CarriedColumn> carried(const Columns& columns) {
     std::vector<CarriedColumn> result;
@@ -231,7 +234,8 @@ class Gatherer {
     // Opens a shard unless it is open; after that, other threads may read it. excluded: documents,
     // ascending; excluded_by: number (from 1) of the first exclusion list of each; fim_longest:
     // documents of 2 to fim_longest tokens have room for sentinels; -1: no document has; columns:
-    // bytes of every carried column, None for one that the shard lacks.
+    // bytes of every carried column, None for one that the shard lacks; trees: segment_parent,
+    // segment_end_offsets and end_document.
     void open(std::int64_t shard, const py::array& tokens, const std::optional<py::array>& labels,
               const std::optional<py::array>& weights, const AnyArray& index_bytes,
               const py::str& index_name, const AnyArray& sample_segment_offsets,
@@ -239,7 +243,8 @@ class Gatherer {
               const AnyArray& segment_length, const Array<std::int64_t>& excluded,
               const Array<std::int64_t>& excluded_by,
               const std::optional<Array<std::uint8_t>>& segment_joined, std::int64_t first_document,
-              std::int64_t fim_longest, const ShardColumns& columns) {
+              std::int64_t fim_longest, const ShardColumns& columns,
+              const std::optional<TreeArrays>& trees) {
         check(shard >= 0 && shard < ssize(shards_), "shard ", shard, " does not exist; there are ",
               shards_.size(), " shards");
         Shard& place = shards_[shard];
@@ -265,6 +270,13 @@ class Gatherer {
         opened.excluded = view(excluded, "excluded");
         opened.excluded_by = view(excluded_by, "excluded_by");
         if (segment_joined) opened.joined = view(*segment_joined, "segment_joined");
+        check(trees.has_value() == (options_.attention == Extent::kTree),
+              "attention tree needs samples with prefix trees, and they need attention tree");
+        if (trees) {
+            opened.parents = integers(std::get<0>(*trees), "segment_parent");
+            opened.end_offsets = integers(std::get<1>(*trees), "segment_end_offsets");
+            opened.end_documents = integers(std::get<2>(*trees), "end_document");
+        }
         opened.source = place.source;
         opened.first_document = first_document;
         opened.longest_transformed = fim_longest;
@@ -274,7 +286,7 @@ class Gatherer {
         --num_closed_;
         kept_.push_back(py::make_tuple(tokens, labels, weights, index_bytes, sample_segment_offsets,
                                        segment_document, segment_begin, segment_length, excluded,
-                                       excluded_by, segment_joined, columns));
+                                       excluded_by, segment_joined, columns, trees));
     }
 
     std::int64_t num_closed() const { return num_closed_; }
@@ -285,19 +297,22 @@ class Gatherer {
     }
 
     // Returns cu_seqlens, the same with padding (or None without alignment), the source of every
-    // segment, and max_seqlen.
-    std::tuple<Numbers32, std::optional<Numbers32>, Numbers32, std::int64_t> gather(
-        const Array<std::int64_t>& sample_ids, const HeldView& step_view, const BatchShape& shape,
-        OutputArray<std::int64_t>& tokens, OutputArray<std::int64_t>& labels,
-        OutputArray<float>& loss_mask, OutputArray<std::int64_t>& position_ids,
-        ColumnOutputs& columns) const {
+    // segment, max_seqlen, and with prefix trees cu_seqlens_k, kv_index and predecessors.
+    std::tuple<Numbers32, std::optional<Numbers32>, Numbers32, std::int64_t,
+               std::optional<std::tuple<Numbers32, Numbers32, Numbers32>>>
+    gather(const Array<std::int64_t>& sample_ids, const HeldView& step_view,
+           const BatchShape& shape, OutputArray<std::int64_t>& tokens,
+           OutputArray<std::int64_t>& labels, OutputArray<float>& loss_mask,
+           OutputArray<std::int64_t>& position_ids, ColumnOutputs& columns) const {
         const auto samples = view(sample_ids, "sample_ids");
         GatherOutput out{mutable_view(tokens, "tokens"), mutable_view(labels, "labels"),
                          mutable_view(loss_mask, "loss_mask"),
                          mutable_view(position_ids, "position_ids")};
         for (auto& column : columns) out.columns.push_back(mutable_view(column, "columns"));
         const bool aligned = options_.alignment > 1;
+        const bool in_trees = options_.attention == Extent::kTree;
         std::vector<std::int32_t> cu_seqlens, cu_seqlens_padded, segment_sources;
+        TreeKeys keys;
         const std::int64_t max_seqlen = unlocked([&] {
             const auto refs = locate_samples(runs_, samples, &step_view.view);
             const GatherPlan plan = plan_gather(shards_, refs, shape.rows, options_);
@@ -307,13 +322,19 @@ class Gatherer {
             cu_seqlens = lengths(false);
             if (aligned) cu_seqlens_padded = lengths(true);
             segment_sources = plan.sources();
+            if (in_trees) keys = tree_keys(plan);
             fill_gather(plan, options_, out);
             return plan.max_seqlen();
         });
         std::optional<Numbers32> padded;
         if (aligned) padded = to_numpy(std::move(cu_seqlens_padded));
+        std::optional<std::tuple<Numbers32, Numbers32, Numbers32>> trees;
+        if (in_trees)
+            trees.emplace(to_numpy(std::move(keys.cu_seqlens_k)),
+                          to_numpy(std::move(keys.kv_index)),
+                          to_numpy(std::move(keys.predecessors)));
         return {to_numpy(std::move(cu_seqlens)), std::move(padded),
-                to_numpy(std::move(segment_sources)), max_seqlen};
+                to_numpy(std::move(segment_sources)), max_seqlen, std::move(trees)};
     }
 
     // Returns, per sample: labels, sum of their weights, sequences with labels.
@@ -463,7 +484,7 @@ void register_gather(py::module_& m) {
              py::arg("segment_begin"), py::arg("segment_length"), py::arg("excluded").noconvert(),
              py::arg("excluded_by").noconvert(), py::arg("segment_joined").noconvert() = py::none(),
              py::arg("first_document") = 0, py::arg("fim_longest") = -1,
-             py::arg("columns").noconvert() = ShardColumns())
+             py::arg("columns").noconvert() = ShardColumns(), py::arg("trees") = py::none())
         .def_property_readonly("num_closed", &Gatherer::num_closed)
         .def("closed", &Gatherer::closed, py::arg("sample_ids").noconvert())
         .def("gather", &Gatherer::gather, py::arg("sample_ids").noconvert(), py::arg("view"),

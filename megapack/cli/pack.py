@@ -1,9 +1,9 @@
 """Pack the documents of a dataset into samples.
 
-Reads the document lengths from PREFIX.idx (never the tokens), packs them with a strategy and writes
-one .samples file, which training maps into memory. The same command always writes the same bytes.
-If the output exists with these bytes, nothing is done; other content is replaced only with
---overwrite.
+Reads the document lengths from PREFIX.idx (only strategy tree reads the tokens), packs them with a
+strategy and writes one .samples file, which training maps into memory. The same command always
+writes the same bytes. If the output exists with these bytes, nothing is done; other content is
+replaced only with --overwrite.
 
 --output NAME.shards.json makes one source of many datasets without merging them: each dataset is
 packed on its own into NAME.shards/, and the manifest, which is written last, lists what a run must
@@ -56,6 +56,9 @@ from megapack.packing.metrics import array_checksum
 from megapack.packing.sample_index import describe_source
 from megapack.packing.shard_packing import pack_shards, plan_packing
 from megapack.packing.sharded import ShardedIndex, is_shard_manifest, load_shards
+from megapack.packing.strategies import TREE
+from megapack.packing.trees import tokens_checksum, tokens_of
+from megapack.storage import IndexedDataset
 from megapack.storage.dataset import open_index, read_documents
 from megapack.storage.files import check_not_read, check_target
 from megapack.storage.index_file import IndexFile, prefix_of
@@ -97,6 +100,9 @@ def print_composition(index: SampleIndex) -> None:
             ("groups of documents", count(m["num_groups"]), ""),
             ("groups cut", count(m["num_cut_groups"]), f"{longer} bucket"),
         ]
+    if "shared_tokens" in m:
+        share = percent(m["shared_tokens"] / max(1, m["num_tokens"]), 3)
+        facts.append(("shared tokens", count(m["shared_tokens"]), f"{share}, computed once"))
     if "num_documents_with_fim_room" in m:
         with_room = m["num_documents_with_fim_room"]
         without = m["num_documents"] - m["num_empty_documents"] - with_room
@@ -240,7 +246,7 @@ def add_sharing(group: Arguments) -> None:
 def _parameters_by_name() -> dict[str, dict[str, Parameter]]:
     """Return parameter name -> strategy name -> its declaration there."""
     table: dict[str, dict[str, Parameter]] = {}
-    for strategy in STRATEGIES.values():
+    for strategy in (*STRATEGIES.values(), TREE):
         for parameter in strategy.parameters:
             table.setdefault(parameter.name, {})[strategy.name] = parameter
     return table
@@ -265,7 +271,7 @@ def _add_parameter(
 
 def _describe_strategies() -> str:
     lines = ["strategies:"]
-    for strategy in STRATEGIES.values():
+    for strategy in (*STRATEGIES.values(), TREE):
         presets = "".join(f"; --preset {preset}" for preset in strategy.presets)
         text = f"{strategy.description} [{strategy.source}{presets}]"
         lines += [f"  {strategy.name}", *(f"      {line}" for line in textwrap.wrap(text, 76))]
@@ -291,6 +297,9 @@ def run(args: argparse.Namespace) -> None:
     check_not_read(output, [*files, *filter(None, (args.documents, args.groups))])
     documents = open_index(prefix)
     chosen = None if args.documents is None else _chosen_documents(args.documents, documents)
+    tokens = (
+        tokens_of(IndexedDataset(prefix), args.strategy) if method.strategy.needs_tokens else {}
+    )
     identity = {
         "strategy": args.strategy,
         "parameters": method.parameters,
@@ -298,6 +307,7 @@ def run(args: argparse.Namespace) -> None:
         "seed": args.seed,
         "dataset": documents.fingerprint,
         "chosen": None if chosen is None else array_checksum(chosen),
+        "tokens": tokens_checksum(tokens),
     }
     group_ids = None
     if args.groups is not None:
@@ -319,12 +329,15 @@ def run(args: argparse.Namespace) -> None:
                     threads=args.threads,
                     progress=work,
                     groups=group_ids,
+                    **tokens,
                     **options,
                     **parameters,
                 )
             source = describe_source(documents, prefix)
             if chosen is not None:
                 source["documents"] = identity["chosen"]
+            if tokens:
+                source["tokens"] = identity["tokens"]
             index.save(file, source=source, overwrite=True)
         else:
             note(f"nothing to do: {output} exists already, with these documents and options")

@@ -230,6 +230,8 @@ class Bounds(NamedTuple):
     """Source of every segment, -1 for padding."""
     max_seqlen: int
     """The longest segment with its padding, tokens."""
+    trees: tuple[NDArray[np.int32], ...] | None = None
+    """cu_seqlens_k, kv_index and predecessors of prefix trees."""
 
 
 def cut_bounds(bounds: Bounds, window: int, *, num_rows: int = 1, entries: int = 0) -> Bounds:
@@ -275,6 +277,21 @@ def cut_bounds(bounds: Bounds, window: int, *, num_rows: int = 1, entries: int =
         dataset_ids=bounds.dataset_ids[segment],
         max_seqlen=int(padded_piece.max()),
     )
+
+
+def tree_entries(bounds: Bounds) -> Batch:
+    """Return the entries of a batch of prefix trees that describe nodes and paths, with the names
+    of ``megapack.data.trees``. Padding is a root."""
+    assert bounds.trees is not None, "attention is not tree"
+    cu_seqlens_k, kv_index, predecessors = map(torch.from_numpy, bounds.trees)
+    return {
+        "cu_seqlens_q": torch.from_numpy(bounds.cu_seqlens),
+        "cu_seqlens_k": cu_seqlens_k,
+        "kv_index": kv_index,
+        "predecessors": predecessors.long(),
+        "max_seqlen_q": bounds.max_seqlen,
+        "max_seqlen_k": int(cu_seqlens_k.diff().max()),
+    }
 
 
 def _within_groups(counts: NDArray[np.int64]) -> NDArray[np.int64]:

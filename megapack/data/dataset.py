@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -33,6 +33,7 @@ from megapack.data.batch import (
     longest_position,
     mtp_targets,
     per_token,
+    tree_entries,
 )
 from megapack.data.blend import BlendConfig, Mixture
 from megapack.data.documents import (
@@ -84,7 +85,8 @@ class PackedDataset(Dataset[Batch]):
         attention: segments of cu_seqlens. ``document``: those of the documents; ``sample``: the
             whole sample (the classic concatenation); ``group``: adjacent documents of a group are
             one segment, in which positions continue and the last token of a document predicts the
-            first of the next one (sources without groups: like ``document``).
+            first of the next one (sources without groups: like ``document``). ``tree``: the nodes
+            of prefix trees (``--strategy tree``), which attend to their paths.
         label_boundary: ``document``: the last token of a document (with attention ``group``: of the
             group's documents in the sample) has no label; ``sample``: its label is the first token
             of the next segment, as in the classic concatenation.
@@ -150,6 +152,8 @@ class PackedDataset(Dataset[Batch]):
             "pad_token": pad_token,
             "num_mtp_targets": num_mtp_targets,
         }
+        if attention == "tree":
+            check_tree_options(self._options)
         check_targets(num_mtp_targets, self._options)
         self.datasets, indices = open_sources(
             dataset, index, labels, token_weights, positions=positions
@@ -183,6 +187,8 @@ class PackedDataset(Dataset[Batch]):
             columns=self.columns,
         )
         mixture.check_alignment(self._options["alignment"])
+        if self.samples.attention == "tree":
+            _check_tree_run(self.samples)
         shards = self.samples.shards
         rules = {key: v for key, v in self._options.items() if key != "num_mtp_targets"}
         self._gatherer = _core.Gatherer(
@@ -300,6 +306,12 @@ class PackedDataset(Dataset[Batch]):
             num_mtp_targets also ``mtp_labels`` int64 and ``mtp_loss_mask`` float32, (rows, tokens,
             num_mtp_targets).
 
+            With attention ``tree``, labels and loss_mask belong to the predicted token instead of
+            the one before it, ``predecessors`` int64 (tokens,): the label is the token, or -100 if
+            no document has it; the mask is the sum over the documents of its path. position_ids
+            are depths. ``cu_seqlens_q`` (cu_seqlens), ``cu_seqlens_k``, ``kv_index`` int32,
+            ``max_seqlen_q``, ``max_seqlen_k`` int: nodes and paths (``TreeBatch``).
+
         Raises:
             IndexError: a sample does not exist.
             FormatError: the index points outside the documents.
@@ -326,6 +338,11 @@ class PackedDataset(Dataset[Batch]):
                 f"the buffers have columns {list(buffers.columns)} and the data has "
                 f"{list(self.columns)}: make them with dataset.allocate(num_tokens)"
             )
+        if self.samples.attention == "tree" and (layout.kind, layout.cu_seqlens) != _OF_TREES:
+            raise ConfigError(
+                f"layout is {layout.kind} with cu_seqlens {layout.cu_seqlens}, and a batch of "
+                "prefix trees is one stream whose paths differ in length: use stream and exact"
+            )
         entries = 0  # not padded
         if layout.cu_seqlens == "padded":
             entries = layout.num_cu_seqlens or self.max_cu_seqlens(layout, capacity, view.window)
@@ -346,11 +363,11 @@ class PackedDataset(Dataset[Batch]):
                 *buffers.column_arrays,
             )
 
-        bounds = self.remote_reads.read(ids, gather)
+        bounds = Bounds(*self.remote_reads.read(ids, gather))
         if view.window:
             num_rows = rows if per_row else 1
-            bounds = cut_bounds(Bounds(*bounds), view.window, num_rows=num_rows, entries=entries)
-        cu_seqlens, cu_seqlens_padded, dataset_ids, max_seqlen = bounds
+            bounds = cut_bounds(bounds, view.window, num_rows=num_rows, entries=entries)
+        cu_seqlens, cu_seqlens_padded, dataset_ids, max_seqlen, trees = bounds
         stream = layout.kind == "stream"
         batch: Batch = {**buffers.shaped((1, rows * row_tokens) if stream else (rows, row_tokens))}
         batch["cu_seqlens"] = layout.listed(cu_seqlens, rows)
@@ -358,6 +375,8 @@ class PackedDataset(Dataset[Batch]):
             batch["cu_seqlens_padded"] = layout.listed(cu_seqlens_padded, rows)
         batch["dataset_ids"] = torch.from_numpy(dataset_ids)
         batch["max_seqlen"] = max_seqlen
+        if trees is not None:
+            batch |= tree_entries(bounds)
         if num_targets := self._options["num_mtp_targets"]:
             batch |= mtp_targets(batch, num_targets, attention=self._options["attention"])
         return batch
@@ -447,6 +466,7 @@ class PackedDataset(Dataset[Batch]):
         end = first + dataset.num_documents
         excluded, excluded_by = self.samples.exclusions.of_documents(source, first, end)
         joined = None if index.segment_joined is None else np.asarray(index.segment_joined)
+        trees: Any = (index.segment_parent, index.segment_end_offsets, index.end_document)
         self._gatherer.open(
             shard,
             tokens=dataset.mapped_tokens,
@@ -464,11 +484,44 @@ class PackedDataset(Dataset[Batch]):
             first_document=first,
             fim_longest=-1 if self.samples.fim is None else index.fim_longest,
             columns=[None if column is None else column.mapped_bytes for column in carried],
+            trees=trees if index.has_trees else None,
         )
         rows = {name: column.rows for name, column in columns.items()}
         self.remote_reads.add(shard, dataset.tokens, *rows.values())
         self._remote_labels.add(shard, *(rows[name] for name in INTERPRETED if name in rows))
         return dataset
+
+
+# ---- Prefix trees
+
+_OF_TREES = ("stream", "exact")  # layout of a batch
+
+
+def check_tree_options(options: Mapping[str, Any]) -> None:
+    """Raise ConfigError for options of PackedDataset that attention ``tree`` does not have."""
+    fixed = {
+        "positions": (("segment", "document"), "positions are depths: leave it out"),
+        "label_boundary": (("document",), "a path is one document: leave it out"),
+        "alignment": ((1,), "context parallelism cannot divide a path: leave align out"),
+        "num_mtp_targets": ((0,), "several tokens may follow one: leave it out"),
+    }
+    for name, (allowed, reason) in fixed.items():
+        if options[name] not in allowed:
+            raise ConfigError(f"{name} is {options[name]} with attention: tree; {reason}")
+
+
+def _check_tree_run(samples: SampleSource) -> None:
+    """Raise ConfigError for settings of the run that attention ``tree`` does not have."""
+    excluded = [samples.names[source] for source in samples.exclusions.sources]
+    unsupported = {
+        "attention_window": (samples.windows, "a window would cut paths"),
+        "fim": (samples.fim and "on", "it moves tokens, so prefixes would differ"),
+        "columns": (list(samples.columns), "documents that share a token may differ in them"),
+        "exclude": (excluded, "pack the source without these documents (--documents)"),
+    }
+    for name, (value, reason) in unsupported.items():
+        if value:
+            raise ConfigError(f"{name} is {value} with attention: tree; {reason}: leave {name} out")
 
 
 # ---- Token ids within a model's vocabulary

@@ -121,7 +121,7 @@ def _stage_identity(
         "fim": samples.fim.identity() if samples.fim is not None and rates else None,
         "fim_rates": rates,
         "attention_window": list(stage.window or ()),
-        "attention": "group" if samples.attention == "group" else None,
+        "attention": samples.attention if samples.attention in ("group", "tree") else None,
         "exclude": samples.exclusions.digests(stage.view, samples.names),
         # Redundant if the previous stage drew all skipped steps.
         "skipped": json.loads(json.dumps(skipped)) if drawn_by_others else None,

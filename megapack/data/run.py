@@ -62,7 +62,8 @@ class DataConfig(StepConfig):
     """Where position ids restart."""
     attention: Attention = "document"
     """Reach of attention: the token's document, also earlier documents of its group (data packed
-    with ``--groups``), or the whole sample (the baseline)."""
+    with ``--groups``), the whole sample (the baseline), or, in prefix trees, all tokens on its path
+    (data packed with ``--strategy tree``)."""
     label_boundary: Literal["document", "sample"] = "document"
     """``sample``: the last token of a document predicts the next one's first (the baseline)."""
     loss: Loss = "token_mean"

@@ -200,6 +200,11 @@ class BucketBatchSampler(Sampler[MicroBatch]):
         )
         self.dealing = dealing
         self._samples = samples or schedule.samples
+        if self._samples.attention == "tree" and sequence_parallel_size > 1:
+            raise ConfigError(
+                f"sequence_parallel_size is {sequence_parallel_size} with attention: tree, and "
+                "ranks cannot share the paths of a tree: set it to 1"
+            )
         for stage in schedule.stages:
             self._check_sizes(stage, pad_last=pad_last)
         check_epochs(schedule, self.start_step + self.num_steps)
@@ -379,6 +384,8 @@ def refuse_token_weights(samples: SampleSource, refuse: Callable[[str, str], NoR
     if weighted:
         problem = f"source {weighted[0]!r} has loss weights per token (column weights)"
         refuse(problem, "token_weights")
+    if samples.attention == "tree":
+        refuse("tokens of prefix trees have the loss weights of all their documents", "tree")
     if samples.mixture.loss != "token_mean":
         refuse(f"loss is {samples.mixture.loss}", "loss")
 

@@ -31,6 +31,7 @@ from megapack.data.sample_order import BlockOrder, ScoreOrder, score_orders
 from megapack.data.steps import PLAIN, Attention, StepView
 from megapack.errors import ConfigError
 from megapack.packing import SampleIndex
+from megapack.packing.metrics import segment_pairs
 from megapack.packing.sharded import SourceIndex
 from megapack.storage.columns import ColumnSpec
 from megapack.storage.dataset import read_documents
@@ -121,6 +122,9 @@ class Shards:
             is_listed = np.zeros(index.num_documents, np.bool_)
             is_listed[documents[holder == number] - self.first_documents[shard]] = True
             segments = np.flatnonzero(is_listed[index.segment_document])
+            if index.end_document is not None and index.segment_end_offsets is not None:
+                ends = np.flatnonzero(is_listed[index.end_document])  # each is in one sample
+                segments = np.searchsorted(index.segment_end_offsets, ends, side="right") - 1
             local = np.searchsorted(index.sample_segment_offsets, segments, side="right") - 1
             ids.append(self.ids(shard)[np.unique(local)])
         return np.sort(np.concatenate(ids))
@@ -256,6 +260,7 @@ class SampleSource:
     ) -> None:
         if not indices:
             raise ConfigError("no sample index was given; give at least one")
+        check_trees(indices, attention)
         self.indices, self.attention, self._counter = list(indices), attention, counter
         self.token_weights, self.fim = list(token_weights or [None] * len(indices)), fim
         self.columns = dict(columns or {})
@@ -270,8 +275,10 @@ class SampleSource:
 
     @property
     def weighs_tokens(self) -> bool:
-        """True if the loss masks carry weights, in every step of the run."""
-        return self.mixture.loss != "token_mean" or any(self.token_weights)
+        """True if the loss masks carry weights, in every step of the run. In trees, a token has the
+        sum of the weights that its documents give it."""
+        in_trees = self.attention == "tree"
+        return in_trees or self.mixture.loss != "token_mean" or any(self.token_weights)
 
     @property
     def fim_room(self) -> int:
@@ -418,20 +425,35 @@ class SampleSource:
         lengths = np.concatenate([np.zeros(0, np.int64), *parts])
         return lengths[lengths > 0]
 
+    def path_lengths(self, ids: Ids) -> Ids:
+        """Return, for every segment in ``segment_lengths`` of samples with prefix trees, the tokens
+        of the path to it."""
+        parts = [np.zeros(0, np.int64)]
+        for shard, _, local in self._by_shard(ids):
+            index = self.shards.index(shard)
+            parts.append(np.asarray(index.segment_begin[segments_of(index, local)[0]], np.int64))
+        return np.concatenate(parts)
+
     def attention_cost(
         self, ids: Ids, capacity: int, view: StepView = PLAIN, *, whole: bool | None = None
     ) -> Ids:
         """Return token pairs per sample: the sum of squared lengths of its attention segments.
 
-        Padding counts as a segment; the window of the view cuts all segments. The samples have one
-        capacity, in tokens. ``whole``: attention spans whole samples, not segments; None: see
-        ``attention``.
+        Padding counts as a segment; the window of the view cuts all segments; in trees, a node
+        counts with the path to it (``segment_pairs``). The samples have one capacity, in tokens.
+        ``whole``: attention spans whole samples, not segments; None: see ``attention``.
         """
         window = view.window
         in_groups = whole is None and self.attention == "group"
         whole = self.attention == "sample" if whole is None else whole
         costs = np.empty(len(ids), np.int64)
         for shard, positions, local in self._by_shard(ids):
+            if self.attention == "tree" and whole is False:
+                segments, owner, lengths = self._kept(shard, local, view)
+                begins = np.asarray(self.shards.index(shard).segment_begin[segments])
+                pairs = _sums(owner, segment_pairs(begins, lengths), len(local))
+                costs[positions] = pairs + (capacity - _sums(owner, lengths, len(local))) ** 2
+                continue
             if window is None and not view.has_exclusions and not in_groups:
                 index = self.shards.index(shard)
                 arrays = (index.sample_segment_offsets, index.segment_length)
@@ -503,6 +525,23 @@ def check_has_groups(indices: Sequence[SourceIndex]) -> None:
         if lost:
             why = f"{lost[0]} lost its groups when it was arranged: use the source before that"
         raise ConfigError(f"attention is group, and {why}, or choose attention: document")
+
+
+def check_trees(indices: Sequence[SourceIndex], attention: Attention) -> None:
+    """Raise ConfigError unless all sources have prefix trees with attention ``tree``, and none with
+    another attention."""
+    in_trees = attention == "tree"
+    for index in indices:
+        if index.has_trees != in_trees:
+            name = index.path or f"a source of strategy {index.strategy!r}"
+            raise ConfigError(
+                f"attention is tree, and {name} has no prefix trees: pack it with --strategy tree "
+                "(documents without shared prefixes are roots of trees)"
+                if in_trees
+                else f"{name} has prefix trees, and attention is {attention}: train it with "
+                "data.attention: tree (megapack-pretrain), or PackedDataset(attention='tree') "
+                "and PackedTrainer; for others, pack the dataset with another strategy"
+            )
 
 
 def segments_of(index: SampleIndex, samples: Ids) -> tuple[Ids, Ids]:

@@ -122,7 +122,7 @@ def order_named(name: str) -> Order:
 # ---- Size of a step ------------------------------------------------------------------------------
 
 MOST_TOKENS = 1 << 53  # limit of a run and thus of a step
-Attention = Literal["document", "group", "sample"]
+Attention = Literal["document", "group", "sample", "tree"]
 """Earlier tokens that a token attends to: those of its document, group, or sample."""
 Loss = Literal["token_mean", "sequence_mean", "longalign"]
 """How the loss of a step is averaged (``megapack.data.sampler``)."""

@@ -3,7 +3,8 @@
 All numbers little-endian::
 
     0   8 bytes   magic "MEGASAMP"
-    8   uint32    version: 2; 3 for an index with groups of documents, which has one more array
+    8   uint32    version: 2; 3 for an index with groups of documents, which has one more array; 4
+                  for prefix trees, which have three more
     12  uint32    0
     16  uint64    size of the header in bytes
     24  uint64    xxh3_64 of the header
@@ -107,24 +108,26 @@ METRICS: dict[str, Check] = {
     **dict.fromkeys(LISTS, are_counts),
     **dict.fromkeys(RATIOS, _is_ratio),
 }
+_METRICS_OF_TREES: dict[str, Check] = {**METRICS, "shared_tokens": is_count}
 
 
 def find_fault(header: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> str | None:
     """Return the fault of a header (types, or counts that disagree with the arrays), or None."""
-    wrong = find_wrong(header, HEADER) or find_wrong(header["metrics"], METRICS)
+    checks = _METRICS_OF_TREES if "segment_parent" in arrays else METRICS
+    wrong = find_wrong(header, HEADER) or find_wrong(header["metrics"], checks)
     if wrong is not None:
         return f"its header {wrong}"
     metrics = header["metrics"]
     samples = np.diff(arrays["bucket_sample_offsets"]).tolist()
     num_buckets = len(samples)
-    placed = metrics["placed_tokens"]
+    placed, shared = metrics["placed_tokens"], metrics.get("shared_tokens", 0)
     expected = {
         "num_samples": sum(samples),
         "num_segments": len(arrays["segment_length"]),
         "samples_per_bucket": samples,
         "tokens_per_bucket": (metrics["tokens_per_bucket"] + [0] * num_buckets)[:num_buckets],
         "placed_tokens": sum(metrics["tokens_per_bucket"]),
-        "num_tokens": placed - metrics["repeated_tokens"] + metrics["dropped_tokens"],
+        "num_tokens": placed - metrics["repeated_tokens"] + metrics["dropped_tokens"] + shared,
         **{name: header[name] for name in ("num_documents", "dropped_tokens", "repeated_tokens")},
     }
     for name, value in expected.items():
@@ -137,6 +140,7 @@ CREATED_BY = f"megapack {__version__}"
 MAGIC = b"MEGASAMP"
 VERSION = 2
 VERSION_OF_GROUPS = 3
+VERSION_OF_TREES = 4
 ALIGNMENT = 64
 _PREAMBLE = struct.Struct("<8sIIQQ")
 
@@ -150,8 +154,13 @@ ARRAYS: dict[str, tuple[str, ...]] = {
     "segment_length": ("<i4",),
 }
 ARRAYS_OF_GROUPS: dict[str, tuple[str, ...]] = {"segment_joined": ("|u1",)}  # of version 3
+ARRAYS_OF_TREES: dict[str, tuple[str, ...]] = {  # of version 4
+    "segment_parent": ("<i4",),
+    "segment_end_offsets": ("<i8",),
+    "end_document": ("<i4", "<i8"),
+}
 SMALL = ("bucket_capacity", "bucket_sample_offsets")  # read whenever a file is opened
-_SEGMENT_ARRAYS = ("segment_document", "segment_begin", "segment_length", "segment_joined")
+_SEGMENT_ARRAYS = (*list(ARRAYS)[3:], "segment_joined", "segment_parent")
 _LONGEST = (1 << 31) - 1  # tokens of a sample
 
 
@@ -182,7 +191,8 @@ def write(
     encoded = json.dumps(content).encode().ljust(header_size)
     with atomic_write(path) as file:
         digest = xxhash.xxh3_64_intdigest(encoded)
-        version = VERSION_OF_GROUPS if set(ARRAYS_OF_GROUPS) <= set(arrays) else VERSION
+        version = VERSION_OF_GROUPS if "segment_joined" in arrays else VERSION
+        version = VERSION_OF_TREES if "segment_parent" in arrays else version
         file.write(_PREAMBLE.pack(MAGIC, version, 0, len(encoded), digest))
         file.write(encoded)
         for name, array in arrays.items():
@@ -203,7 +213,11 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
         # Map the open file: another file may have taken its name meanwhile.
         mapped = map_file(file)
     table = header.pop("arrays", None)
-    expected = ARRAYS if header["groups"] is None else {**ARRAYS, **ARRAYS_OF_GROUPS}
+    expected = ARRAYS
+    if header.pop("version") == VERSION_OF_TREES:
+        expected = {**ARRAYS, **ARRAYS_OF_TREES}
+    elif header["groups"] is not None:
+        expected = {**ARRAYS, **ARRAYS_OF_GROUPS}
     arrays = _map(path, mapped, table, expected)
     header["checksums"] = {name: table[name]["xxh64"] for name in arrays}
     for name in SMALL:
@@ -222,13 +236,13 @@ def _read_header(path: Path, file: IO[bytes], size: int) -> dict[str, Any]:
     if len(preamble) < _PREAMBLE.size:
         raise FormatError(f"{path} is truncated: it has {size} bytes, less than a header")
     _, version, _, header_size, digest = _PREAMBLE.unpack(preamble)
-    if version not in (VERSION, VERSION_OF_GROUPS):
+    if not VERSION <= version <= VERSION_OF_TREES:
         remedy = "install a newer megapack, or pack the dataset again"
         if version < VERSION:
             remedy = f"pack again: megapack-build pack PREFIX --output {path} --overwrite"
         raise FormatError(
-            f"{path} has format version {version}; megapack {__version__} reads version "
-            f"{VERSION} and {VERSION_OF_GROUPS}: {remedy}"
+            f"{path} has format version {version}; megapack {__version__} reads versions "
+            f"{VERSION} to {VERSION_OF_TREES}: {remedy}"
         )
     if _PREAMBLE.size + header_size > size:
         raise FormatError(
@@ -246,9 +260,10 @@ def _read_header(path: Path, file: IO[bytes], size: int) -> dict[str, Any]:
     if expected_size != size:
         kind = "truncated" if size < expected_size else "damaged"
         raise FormatError(f"{path} is {kind}: it has {size} bytes instead of {expected_size}")
-    if (version == VERSION_OF_GROUPS) != (header.setdefault("groups", None) is not None):
+    has_groups = header.setdefault("groups", None) is not None
+    if version != VERSION_OF_TREES and has_groups != (version == VERSION_OF_GROUPS):
         raise FormatError(f"{path} is damaged: its version is {version}, and only 3 has groups")
-    return header
+    return {**header, "version": version}
 
 
 def _map(
@@ -307,6 +322,9 @@ def _check_small(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
             f"{path}: bucket_sample_offsets is {_listed(samples)}; offsets start at 0 and must "
             "not descend"
         )
+    ends = arrays.get("segment_end_offsets")
+    if ends is not None and len(ends) != segments[-1] + 1:
+        raise FormatError(f"{path} is damaged: segment_end_offsets has {len(ends)} numbers")
     if segments[0] != 0:
         raise FormatError(f"{path}: sample_segment_offsets starts with {segments[0]}, not 0")
 

@@ -97,6 +97,7 @@ def compute_metrics(
     *,
     dropped_tokens: int,
     repeated_tokens: int,
+    in_trees: bool = False,
 ) -> dict[str, Any]:
     """Return the metrics of an index, as JSON values.
 
@@ -112,6 +113,9 @@ def compute_metrics(
         (of num_tokens), segments_per_sample, cross_document_share (share of the token pairs of a
         sample that lie in two different segments). attention_cost: sum of segment length squared;
         attention_cost_sample: sum of capacity squared, the cost of attention across documents.
+        ``in_trees``: segments are nodes of prefix trees. Then tokens that documents share count
+        once in placed_tokens, and shared_tokens are num_tokens - placed_tokens; attention_cost
+        counts a node with its path.
     """
     bucket_sample_offsets, sample_segment_offsets = segment_arrays[:2]
     counted = _core.measure_samples(*segment_arrays, documents.num_documents)
@@ -120,13 +124,16 @@ def compute_metrics(
     num_samples, num_segments = len(sample_segment_offsets) - 1, len(segment_arrays[2])
     positions = sum(c * n for c, n in zip(capacities, samples, strict=True))
     placed = sum(counted["tokens_per_bucket"])
+    shared = documents.num_tokens - placed if in_trees else 0
     # Every token is accounted for; otherwise the strategy has a bug.
-    assert documents.num_tokens == placed - repeated_tokens + dropped_tokens, (
+    assert documents.num_tokens == placed - repeated_tokens + dropped_tokens + shared, (
         f"{documents.num_tokens} tokens != {placed} placed - {repeated_tokens} repeated "
         f"+ {dropped_tokens} dropped"
     )
     num_filled = documents.num_documents - documents.num_empty
-    truncated = counted["cut_documents"]
+    truncated, pairs = counted["cut_documents"], counted["segment_squares"]
+    if in_trees:
+        truncated, pairs = 0, int(segment_pairs(*segment_arrays[3:]).sum())
     if documents.num_whole is not None:
         truncated = num_filled - documents.num_whole
     return {
@@ -152,11 +159,20 @@ def compute_metrics(
         "repeated_ratio": _ratio(repeated_tokens, documents.num_tokens),
         "segments_per_sample": _ratio(num_segments, num_samples),
         "cross_document_share": _ratio(
-            counted["sample_squares"] - counted["segment_squares"], counted["sample_squares"]
+            counted["sample_squares"] - pairs, counted["sample_squares"]
         ),
-        "attention_cost": counted["segment_squares"],
+        "attention_cost": pairs,
         "attention_cost_sample": sum(c * c * n for c, n in zip(capacities, samples, strict=True)),
+        **({"shared_tokens": shared} if in_trees else {}),
     }
+
+
+def segment_pairs(begin: NDArray[Any], length: NDArray[Any]) -> NDArray[np.int64]:
+    """Return the attention work of nodes of prefix trees, int64 (num_segments,), in the unit of
+    length squared: (begin + length)^2 - begin^2, since a node also attends to the path to it."""
+    first = np.asarray(begin, np.int64)
+    pairs: NDArray[np.int64] = (first + length) ** 2 - first**2
+    return pairs
 
 
 def _ratio(part: int, whole: int) -> float:

@@ -23,6 +23,7 @@ from megapack.packing.groups import Units, check_groups, groups_checksum, joined
 from megapack.packing.metrics import DocumentTotals, Lengths
 from megapack.packing.sample_index import SampleIndex
 from megapack.packing.strategies import Request, Strategy, find_strategy
+from megapack.packing.trees import DocumentTokens
 from megapack.units import checked_integer
 
 _INT32_MAX = (1 << 31) - 1
@@ -199,6 +200,7 @@ def pack(
     fim_room: int = 0,
     match_repetition: float = 1,
     groups: ArrayLike | None = None,
+    tokens: tuple[ArrayLike, ArrayLike] | None = None,
     preset: str | None = None,
     progress: Callable[[int, int], None] | None = None,
     **parameters: Any,
@@ -220,6 +222,8 @@ def pack(
         match_repetition: pack only this share of the documents (``matched_documents``).
         groups: (num_documents,) integers, the group of each document, negative for documents
             without one. A group is packed like one document (``megapack.packing.groups``).
+        tokens: for strategy ``tree``: the tokens of all documents, one after the other, and the
+            (num_documents + 1,) offsets of the documents in them.
         preset: use the parameters of a paper, if the strategy has them (``"paper"``).
         progress: called with (work done, all work) a few times a second.
         **parameters: parameters of the strategy, see its entry in ``STRATEGIES``.
@@ -260,14 +264,12 @@ def pack(
             f"{100 * totals.num_tokens / max(1, all_tokens):.4g} % of the tokens"
         )
     step, room = method.alignment, method.fim_room
-    with_room = rounded = documents
-    if room:
-        with_room = rounded = with_fim_room(documents, room, method.buckets[-1])
-    if step > 1:
-        if documents.max(initial=0) > _INT32_MAX - step:
-            documents, with_room = documents.astype(np.int64), with_room.astype(np.int64)
-        rounded = (with_room + (step - 1)) // step * step
-    units = None if ids is None else Units.of(ids, rounded, method.buckets[-1])
+    documents, with_room, rounded = _rounded(documents, step, room, method.buckets[-1])
+    compared, units = None, None
+    if method.strategy.needs_tokens:
+        compared = DocumentTokens.of(tokens, documents, ids)
+    elif ids is not None:
+        units = Units.of(ids, rounded, method.buckets[-1])
     if units is not None or step > 1 or room:
         checked = _core.DocumentLengths(rounded if units is None else units.lengths)
     arrays = method.strategy.run(
@@ -278,17 +280,23 @@ def pack(
             seed=seed,
             threads=threads,
             progress=progress,
+            tokens=compared,
         )
     )
     group_facts: dict[str, Any] | None = None
     if units is not None and ids is not None:
         arrays, counts = units.expand(arrays, with_room)
         group_facts = {**counts, "ids": groups_checksum(ids)}
+    elif ids is not None:
+        group_facts = {**arrays.pop("groups"), "ids": groups_checksum(ids)}
     if len(documents) <= _INT32_MAX:  # the core returns int64 documents if begins need int64
-        arrays["segment_document"] = arrays["segment_document"].astype(np.int32, copy=False)
+        names = [name for name in ("segment_document", "end_document") if name in arrays]
+        arrays |= {name: arrays[name].astype(np.int32, copy=False) for name in names}
     if step > 1 or room:
         arrays = with_true_lengths(arrays, documents, with_room)
-    if ids is not None:  # compare ids, not units: a long group consists of several units
+    if (
+        units is not None and ids is not None
+    ):  # compare ids, not units: a long group consists of several units
         arrays["segment_joined"] = joined_segments(
             ids, arrays["sample_segment_offsets"], arrays["segment_document"]
         )
@@ -307,6 +315,19 @@ def pack(
         num_whole = _core.whole_documents(*index.segment_arrays(), documents)
         index = replace(index, documents=replace(totals, num_whole=num_whole))
     return index
+
+
+def _rounded(
+    documents: Lengths, step: int, room: int, capacity: int
+) -> tuple[Lengths, Lengths, Lengths]:
+    """Return lengths, the same with room for fill-in-the-middle, and rounded up to ``step``; all
+    int64 if int32 is too narrow."""
+    with_room = with_fim_room(documents, room, capacity) if room else documents
+    if step == 1:
+        return documents, with_room, with_room
+    if documents.max(initial=0) > _INT32_MAX - step:
+        documents, with_room = documents.astype(np.int64), with_room.astype(np.int64)
+    return documents, with_room, (with_room + (step - 1)) // step * step
 
 
 def _count_with_room(arrays: Mapping[str, Any], lengths: Lengths, with_room: Lengths) -> int:

@@ -35,6 +35,7 @@ from megapack.packing.metrics import (
     SegmentArrays,
     compute_metrics,
     lengths_fingerprint,
+    segment_pairs,
 )
 from megapack.storage.address import is_remote
 from megapack.storage.files import check_target
@@ -66,6 +67,7 @@ def how_it_differs(
     checksums: Mapping[str, str] | None = None,
     chosen: str | None = None,
     groups: str | None = None,
+    tokens: str | None = None,
 ) -> str | None:
     """Return how a file differs from what ``pack`` would write with these arguments, or None.
 
@@ -74,6 +76,7 @@ def how_it_differs(
         checksums: expected checksums of the arrays; None: not compared.
         chosen: checksum of the numbers of the packed documents; None: all were packed.
         groups: checksum of the group ids; None: packed without groups.
+        tokens: checksum of the tokens that strategy ``tree`` compares; None: it compares none.
     """
     try:
         header, arrays = samples_format.read(Path(path))
@@ -85,6 +88,7 @@ def how_it_differs(
     recorded_and_expected = {
         "another dataset": ((header["source"] or {}).get("fingerprint"), dataset),
         "other documents of it": ((header["source"] or {}).get("documents"), chosen),
+        "other tokens": ((header["source"] or {}).get("tokens"), tokens),
         "other groups": ((header["groups"] or {}).get("ids"), groups),
         "another strategy": (header["strategy"], strategy),
         "other parameters": (header["parameters"], parameters),
@@ -133,6 +137,15 @@ class SampleIndex:
         segment_joined: uint8 (num_segments,), 1 if the previous segment of the sample has the same
             group; None: packed without groups.
         groups: checksum of the group ids (``ids``) and ``GROUP_COUNTS``; None: without groups.
+        segment_parent: int32 (num_segments,), number in the sample of the segment that each segment
+            continues, -1: none. Segments are the nodes of prefix trees, parents first: a segment's
+            ``segment_begin`` is the length of the path to it, and its tokens are those of every
+            document through it. None: no trees, like the next two.
+        segment_end_offsets: int64 (num_segments + 1,); the documents from
+            ``end_document[segment_end_offsets[s]]`` to ``[segment_end_offsets[s + 1]]`` end with
+            segment s.
+        end_document: (documents that are not empty,), dtype as ``segment_document``; each document
+            once, whole.
     """
 
     bucket_capacity: NDArray[np.int64]
@@ -154,6 +167,9 @@ class SampleIndex:
     path: Path | None = None
     segment_joined: NDArray[np.uint8] | None = None
     groups: dict[str, Any] | None = None
+    segment_parent: NDArray[np.int32] | None = None
+    segment_end_offsets: NDArray[np.int64] | None = None
+    end_document: NDArray[np.int32] | NDArray[np.int64] | None = None
 
     def __post_init__(self) -> None:
         for array in self._arrays.values():
@@ -175,6 +191,10 @@ class SampleIndex:
     @property
     def has_groups(self) -> bool:
         return self.groups is not None
+
+    @property
+    def has_trees(self) -> bool:
+        return self.segment_parent is not None
 
     @property
     def num_documents(self) -> int:
@@ -228,6 +248,8 @@ class SampleIndex:
 
     @property
     def longest_segment(self) -> int:
+        if self.has_trees:
+            return self.longest_reach  # a segment begins with the path to it
         return int(self.segment_length.max(initial=0))
 
     @property
@@ -275,6 +297,16 @@ class SampleIndex:
         i = sample % self.num_samples
         return slice(*self.sample_segment_offsets[i : i + 2].tolist())
 
+    def documents_of(self, sample: int) -> list[tuple[int, int]]:
+        """Return (document, number of its last segment in the sample) of a sample with prefix
+        trees, by last segment. Raises IndexError."""
+        assert self.segment_end_offsets is not None and self.end_document is not None
+        segments = self._segments_of(sample)
+        offsets = np.asarray(self.segment_end_offsets[segments.start : segments.stop + 1])
+        documents = self.end_document[int(offsets[0]) : int(offsets[-1])].tolist()
+        last = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets)).tolist()
+        return list(zip(documents, last, strict=True))
+
     def segment_arrays(self) -> SegmentArrays:
         """Return the arrays in the order of the C++ core's arguments."""
         return (
@@ -297,6 +329,7 @@ class SampleIndex:
             self.documents,
             dropped_tokens=self.dropped_tokens,
             repeated_tokens=self.repeated_tokens,
+            in_trees=self.has_trees,
         )
         groups = self.groups or {}
         if self.documents.num_with_fim_room is not None:
@@ -313,7 +346,11 @@ class SampleIndex:
         return _core.label_tokens(*self.segment_arrays(), self._check_lengths(document_lengths))
 
     def attention_cost(self) -> NDArray[np.int64]:
-        """Return the sum of segment length squared of each sample: int64 (num_samples,)."""
+        """Return the attention work of each sample, int64 (num_samples,): the sum of segment length
+        squared; in trees, of the difference of squares of both ends (``segment_pairs``)."""
+        if self.has_trees:
+            pairs = segment_pairs(self.segment_begin, self.segment_length)
+            return np.diff(np.append(0, np.cumsum(pairs))[self.sample_segment_offsets])
         return _core.attention_cost(self.sample_segment_offsets, self.segment_length)
 
     def _check_lengths(self, lengths: Lengths) -> Lengths:
@@ -341,8 +378,9 @@ class SampleIndex:
     @property
     def _arrays(self) -> dict[str, Any]:
         arrays = {name: getattr(self, name) for name in samples_format.ARRAYS}
-        joined = self.segment_joined
-        return arrays if joined is None else {**arrays, "segment_joined": joined}
+        optional = (*samples_format.ARRAYS_OF_GROUPS, *samples_format.ARRAYS_OF_TREES)
+        more = {name: getattr(self, name) for name in optional}
+        return arrays | {name: array for name, array in more.items() if array is not None}
 
     def check_source(self, dataset: Any) -> None:
         """Check that this index was packed from ``dataset``, an IndexedDataset.
@@ -408,6 +446,7 @@ class SampleIndex:
             seed=self.seed,
             dataset=(source or {}).get("fingerprint"),
             chosen=(source or {}).get("documents"),
+            tokens=(source or {}).get("tokens"),
             checksums=self._checksums,
             groups=(self.groups or {}).get("ids"),
         )
@@ -448,7 +487,8 @@ class SampleIndex:
             lengths_fingerprint=header["lengths_fingerprint"],
             num_with_fim_room=metrics.get("num_documents_with_fim_room"),
         )
-        values = {"segment_joined": None, **header, **arrays}
+        optional = (*samples_format.ARRAYS_OF_GROUPS, *samples_format.ARRAYS_OF_TREES)
+        values = {**dict.fromkeys(optional), **header, **arrays}
         values |= {"documents": documents, "path": Path(path)}
         index = cls(**{field.name: values[field.name] for field in fields(cls)})
         vars(index).update(_metrics=metrics, _checksums=header["checksums"])  # fill the caches
@@ -468,6 +508,31 @@ class SampleIndex:
         if document_lengths is not None:
             lengths = self._check_lengths(document_lengths)
             _core.check_laws(self.bucket_capacity, *self.segment_arrays(), lengths)
+            self._check_trees(lengths)
+
+    def _check_trees(self, lengths: Lengths) -> None:
+        """Check that segments continue their parents, and every document ends in its place."""
+        if self.segment_parent is None or self.segment_end_offsets is None:
+            return
+        begin = np.asarray(self.segment_begin, np.int64)
+        ends = np.asarray(self.segment_end_offsets)
+        reach = np.asarray(self.segment_length, np.int64) + begin
+        first = np.asarray(self.sample_segment_offsets)
+        number = np.arange(self.num_segments) - np.repeat(first[:-1], np.diff(first))
+        parent = np.asarray(self.segment_parent)
+        place = np.arange(self.num_segments) - number + parent
+        before = np.where(parent < 0, 0, reach[place.clip(0, max(0, self.num_segments - 1))])
+        wrong = (parent < -1) | (parent >= number) | (begin != before)
+        documents = np.asarray(self.end_document)
+        wrong |= np.diff(ends) < 0
+        num_documents = len(np.unique(documents[(documents >= 0) & (documents < len(lengths))]))
+        if wrong.any() or [ends[0], ends[-1], num_documents] != [0, len(documents), len(documents)]:
+            raise FormatError(
+                f"{self.path}: its prefix trees are damaged, or belong to other documents; pack "
+                "the dataset again"
+            )
+        if (lengths[documents] != np.repeat(reach, np.diff(ends))).any():
+            raise FormatError(f"{self.path}: a document does not end with its segment; pack again")
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.path is not None:  # a worker process maps the same file

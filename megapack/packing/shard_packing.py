@@ -22,7 +22,7 @@ from megapack.errors import ConfigError, IndexMismatchError
 from megapack.executors import Counted, Report, run_shards
 from megapack.packing.groups import groups_checksum, read_groups
 from megapack.packing.pack import pack
-from megapack.packing.sample_index import SampleIndex, how_it_differs
+from megapack.packing.sample_index import SampleIndex, describe_source, how_it_differs
 from megapack.packing.sharded import (
     PLAN,
     SUFFIX,
@@ -36,6 +36,7 @@ from megapack.packing.sharded import (
     related,
     save_shards,
 )
+from megapack.packing.trees import tokens_checksum, tokens_of
 from megapack.storage import IndexedDataset
 from megapack.storage.address import is_below, split_address
 from megapack.storage.columns import LABELS, column_entries
@@ -74,7 +75,8 @@ def plan_packing(
         raise ConfigError(f"--output is {path}; for several datasets it must be NAME{SUFFIX}")
     empty = np.zeros(0, np.int32)
     # Packing no documents checks the options and resolves defaults.
-    packed = pack(empty, **{**options, "groups": empty if options.get("groups") else None})
+    nothing = {"groups": empty if options.get("groups") else None, "tokens": (empty, [0])}
+    packed = pack(empty, **{**options, **nothing})
     resolved = {name: plain(getattr(packed, name)) for name in PLAN}
     known: dict[str, PackedShard] = {}
     with local_output_file(path) as local:
@@ -160,14 +162,19 @@ class ShardPacker:
             path.parent.mkdir(exist_ok=True)
             expected = {name: self.plan.resolved[name] for name in PLAN[:4]}
             groups = None
+            tokens = tokens_of(dataset, expected["strategy"])
+            expected["tokens"] = tokens_checksum(tokens)
             if self.plan.options.get("groups"):
                 groups = read_groups("auto", prefix, dataset.num_documents)
                 expected["groups"] = groups_checksum(groups)
             difference = partial(how_it_differs, path, **expected, dataset=dataset.fingerprint)
             if check_target(path, overwrite=self.overwrite, difference=difference, name=samples):
-                options = {**self.plan.options, "groups": groups}
+                options = {**self.plan.options, **tokens, "groups": groups}
                 index = pack(dataset.document_lengths, threads=self.threads, **options)
-                index.save(path, source=dataset, overwrite=True)
+                source = describe_source(dataset, prefix)
+                if expected["tokens"] is not None:
+                    source["tokens"] = expected["tokens"]
+                index.save(path, source=source, overwrite=True)
             else:
                 index = SampleIndex.load(path)
         return describe_shard(dataset, samples, index)

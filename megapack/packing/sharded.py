@@ -146,6 +146,11 @@ class ShardedIndex:
         return _offsets(self._counts.sum(axis=0))
 
     @property
+    def has_trees(self) -> bool:
+        """The segments of the shards are nodes of prefix trees."""
+        return self.strategy == "tree"
+
+    @property
     def alignment(self) -> int:
         """Segments can begin at multiples of this and still fit their sample's capacity."""
         return int(self.parameters.get("alignment", 1))

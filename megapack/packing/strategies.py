@@ -1,6 +1,7 @@
 """Registry of the packing strategies: parameters, presets and calls of the core.
 
-* ``STRATEGIES``: name -> ``Strategy``; ``find_strategy`` looks one up.
+* ``STRATEGIES``: name -> ``Strategy``, for those that need only lengths; ``TREE``, which needs
+  tokens; ``find_strategy`` looks one up.
 * ``Strategy``, ``Parameter``: entries of the registry; ``Strategy.resolve`` checks parameters.
 * ``Request``: input of a strategy.
 
@@ -28,6 +29,7 @@ from megapack import _core
 from megapack.config import nearest
 from megapack.errors import ConfigError
 from megapack.packing.refine import price_of_a_sample, refine
+from megapack.packing.trees import DocumentTokens, check_tree, pack_trees
 
 # Arrays of SampleIndex, dropped_tokens, repeated_tokens; from some strategies also decisions.
 Packing = dict[str, Any]
@@ -44,6 +46,8 @@ class Request:
     threads: int
     progress: Callable[[int, int], None] | None = None
     wide_ids: bool = False
+    tokens: DocumentTokens | None = None
+    """Of strategies that need them."""
 
     @property
     def capacity(self) -> int:
@@ -113,6 +117,7 @@ class Strategy:
     many_buckets: bool = False  # ``buckets`` may have more than one capacity
     may_drop: bool = False  # by definition, a token may be in no sample
     may_repeat: bool = False  # by definition, a token may be in several samples
+    needs_tokens: bool = False  # lengths are not enough
     # Name -> function that returns a paper's parameters for the largest capacity.
     presets: Mapping[str, Callable[[int], dict[str, Any]]] = field(default_factory=dict)
     # Raises ConfigError if the (ascending) buckets contradict the parameters.
@@ -147,7 +152,8 @@ _Run = Callable[[Request], Packing]
 
 def find_strategy(name: str) -> Strategy:
     """Look up a strategy. Raises ConfigError, which suggests the nearest known one."""
-    strategy: Strategy = _look_up("no packing strategy", name, STRATEGIES)
+    known = {**STRATEGIES, TREE.name: TREE}
+    strategy: Strategy = _look_up("no packing strategy", name, known)
     return strategy
 
 
@@ -555,3 +561,35 @@ def bucket(request: Request) -> Packing:
 def decompose(request: Request) -> Packing:
     """documents cut by the binary digits of their length, a segment per sample"""
     return request.pack("decompose", buckets=decompose_buckets(request.buckets, request.parameters))
+
+
+# --- prefix trees ---------------------------------------------------------------------------------
+
+
+def _tree(request: Request) -> Packing:
+    assert request.tokens is not None, "pack checks this"
+    arrays = pack_trees(request.tokens, request.capacity, **request.parameters)
+    if request.progress is not None:
+        request.progress(len(request.lengths), len(request.lengths))
+    return arrays
+
+
+TREE = Strategy(
+    name="tree",
+    description="documents that share prefixes become trees, in which a shared prefix is computed "
+    "once; reads the tokens; train with data.attention: tree",
+    source="megapack",
+    run=_tree,
+    parameters=(
+        Parameter(
+            "max_depth",
+            None,
+            "limit of the nodes on a path; deeper branches get copies of a node (default: no "
+            "limit)",
+            minimum=1,
+            maximum=(1 << 31) - 1,
+        ),
+    ),
+    check=check_tree,
+    needs_tokens=True,
+)

@@ -69,7 +69,8 @@ RESERVED = {
     *("bucket", "step", "micro_step", "num_micro_steps", "num_step_label_tokens", "imbalance"),
     *("imbalance_in_order", "attention_window", "step_label_weight", "input_ids"),
     *("attention_mask", "sequence_parallel_rank", "sequence_parallel_size", "row_tokens"),
-    *("loss_weights", "token_mask", "mtp_labels", "mtp_loss_mask"),
+    *("loss_weights", "token_mask", "mtp_labels", "mtp_loss_mask", "predecessors", "kv_index"),
+    *("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"),
 }
 
 

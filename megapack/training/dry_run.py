@@ -72,7 +72,12 @@ def dry_run(
     if local_device.type != "cuda":  # the configured backend may need CUDA
         section = replace(section, attention_backend="auto")
     model, attention = open_model(
-        section, config.engine, architecture, device=local_device, empty=True
+        section,
+        config.engine,
+        architecture,
+        device=local_device,
+        empty=True,
+        trees=config.data.attention == "tree",
     )
     flops = ModelFlops.of(model, architecture)
     total = _flops_of_run(steps, ranks, flops)
@@ -226,7 +231,7 @@ def _flops_of_run(plan: PlannedRun, ranks: int, flops: ModelFlops) -> float:
     places = (number + number * 0.618034 % 1) * (plan.num_steps / len(number))
     total = tokens = 0.0
     for i in places.astype(int).tolist():
-        total += flops.step(sampler.num_positions(i), segment_lengths(schedule, schedule.step(i)))
+        total += flops.step(sampler.num_positions(i), *segment_lengths(schedule, schedule.step(i)))
         tokens += schedule.stage_at(i).config.tokens_per_step
     return total / tokens * schedule.tokens_before(plan.num_steps)
 

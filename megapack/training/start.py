@@ -202,6 +202,7 @@ def prepare(
         architecture,
         device=world.device,
         seed=config.seed,
+        trees=config.data.attention == "tree",
         zero_3=zero_3_configuration(config, world.size),
         distill=config.distill,
         sequence_group=world.sequence_group,

@@ -178,7 +178,9 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "x.samples"
 
 
-@pytest.mark.parametrize(("version", "made"), [(2, "golden_index"), (3, "golden_groups")])
+@pytest.mark.parametrize(
+    ("version", "made"), [(2, "golden_index"), (3, "golden_groups"), (4, "golden_trees")]
+)
 def test_golden_file_is_read_and_written_identically(
     version: int, made: str, tmp_path: Path
 ) -> None:
@@ -206,12 +208,13 @@ def test_golden_file_is_read_and_written_identically(
 def test_file_of_another_version_is_refused_with_remedy(path: Path) -> None:
     old = GOLDEN / "version_1.samples"
     remedy = rf"pack again: megapack-build pack PREFIX --output {old} --over"
-    with pytest.raises(FormatError, match=f"format version 1; .* reads version 2 and 3: {remedy}"):
+    with pytest.raises(FormatError, match=f"format version 1; .* reads versions 2 to 4: {remedy}"):
         SampleIndex.load(old)
     data = bytearray(path.read_bytes())
     for version, message in (
         (3, "its version is 3, and only 3 has groups"),
-        (4, "version 4; .* reads version 2 and 3: install a newer"),
+        (4, "no array segment_parent"),
+        (5, "version 5; .* reads versions 2 to 4: install a newer"),
     ):
         data[8] = version
         path.write_bytes(data)

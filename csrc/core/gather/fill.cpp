@@ -327,6 +327,88 @@ void fill_padding(const Piece& piece, std::int64_t pad_token, const Place& to) {
     count_up(piece.first_position + length, padding, to.position_ids + length);
 }
 
+// ---- Prefix trees
+
+// Writes tokens and positions of a segment; its documents add labels and loss mask (add_path).
+template <typename Fetch>
+void fill_node(const Piece& piece, const Place& to, Prefetcher<Fetch>& prefetcher) {
+    widen(piece.shard->tokens, piece.token_begin, piece.length, to.tokens);
+    count_up(piece.first_position, piece.length, to.position_ids);
+    fill(kNoLabel, piece.length, to.labels);
+    fill(0.0F, piece.length, to.mask);
+    prefetcher.advance(piece.length);
+}
+
+void add(const float* from, std::int64_t count, float* to) {
+    for (std::int64_t i = 0; i < count; ++i) to[i] += from[i];
+}
+
+// Compares a document's tokens [at, at + count) with those at `shared`, which another document of
+// the tree has: files may have changed since their prefixes were compared.
+void check_shared(const Shard& shard, std::int64_t document, std::int64_t at, std::int64_t shared,
+                  std::int64_t count) {
+    const std::int64_t width = bytes_of(shard.tokens.type);
+    const auto* tokens = static_cast<const std::uint8_t*>(shard.tokens.data);
+    check<FormatError>(
+        std::memcmp(tokens + at * width, tokens + shared * width, count * width) == 0,
+        shard.documents.name(), ": document ", document,
+        " no longer begins like the documents with which it shares a prefix: its tokens changed "
+        "after they were packed; pack again");
+}
+
+// Adds the labels and loss weights of `count` tokens from `at` on, at most kBlock, to the tokens
+// themselves.
+void add_targets(const TreePath& path, std::int64_t at, std::int64_t count, float factor,
+                 const Place& to) {
+    const Shard& shard = *path.shard;
+    std::int64_t labels[kBlock];
+    float mask[kBlock];
+    if (!shard.has_labels()) {
+        std::copy_n(to.tokens, count, to.labels);
+        weigh_labels(shard, at, count, factor, to.labels, mask);
+        return add(mask, count, to.mask);
+    }
+    widen_labels(shard, at, count, labels);
+    weigh_labels(shard, at, count, factor, labels, mask);
+    for (std::int64_t i = 0; i < count; ++i) {
+        if (labels[i] < 0) continue;
+        check<FormatError>(labels[i] == to.tokens[i], shard.documents.name(), ": document ",
+                           path.document.document, " has label ", labels[i], " for token ",
+                           to.tokens[i], "; in prefix trees a label is the token, or negative");
+        to.labels[i] = labels[i];
+    }
+    add(mask, count, to.mask);
+}
+
+// Adds the loss of a document to the tokens on its path, except the first, which has no
+// predecessor. begins: row index of every piece.
+void add_path(const GatherPlan& plan, const TreePath& path, const std::vector<std::int64_t>& begins,
+              Loss loss, const Place& row) {
+    const TreeDocument& document = path.document;
+    const Piece whole{path.shard, document.token_begin, document.length, 0, 0, {}, path.factor, {}};
+    const float factor = factor_of(whole, {}, loss);
+    for (std::int64_t p = document.last; p >= 0; p = plan.segments[p].parent) {
+        const Piece& piece = plan.pieces[p];
+        const std::int64_t depth = piece.first_position, at = document.token_begin + depth;
+        check_shared(*path.shard, document.document, at, piece.token_begin, piece.length);
+        for (std::int64_t i = depth == 0 ? 1 : 0; i < piece.length; i += kBlock) {
+            const std::int64_t place = begins[p] + i;
+            add_targets(path, at + i, std::min(kBlock, piece.length - i), factor,
+                        {row.tokens + place, row.labels + place, row.mask + place, nullptr});
+        }
+    }
+}
+
+void add_paths(const GatherPlan& plan, Loss loss, const Place& row) {
+    std::vector<std::int64_t> begins;
+    std::int64_t at = 0;
+    for (const Piece& piece : plan.pieces) {
+        begins.push_back(at);
+        at += piece.room;
+    }
+    for (const TreePath& path : plan.paths) add_path(plan, path, begins, loss, row);
+}
+
 // ---- Columns
 
 // Writes the rows of a column one after another.
@@ -418,7 +500,9 @@ void fill_gather(const GatherPlan& plan, const GatherOptions& options, const Gat
     Prefetcher prefetcher(plan.pieces, kAhead, [](auto&&... range) { prefetch_tokens(range...); });
     Place to{out.tokens.data(), out.labels.data(), out.loss_mask.data(), out.position_ids.data()};
     for (const Piece& piece : plan.pieces) {
-        if (piece.length > 0) {
+        if (piece.length > 0 && options.attention == Extent::kTree) {
+            fill_node(piece, to, prefetcher);
+        } else if (piece.length > 0) {
             const Span<const Run> runs = runs_of(plan.runs, piece.runs);
             const float factor = factor_of(piece, runs, options.loss);
             if (runs.empty())
@@ -432,6 +516,8 @@ void fill_gather(const GatherPlan& plan, const GatherOptions& options, const Gat
         to = {to.tokens + piece.room, to.labels + piece.room, to.mask + piece.room,
               to.position_ids + piece.room};
     }
+    const Place row{out.tokens.data(), out.labels.data(), out.loss_mask.data(), nullptr};
+    add_paths(plan, options.loss, row);
     for (std::size_t c = 0; c < options.columns.size(); ++c)
         fill_column(plan, options.columns[c], c, out.columns[c].data());
 }
@@ -443,16 +529,18 @@ std::vector<LabelTotals> count_labels(Span<const Shard> shards, Span<const Sampl
     std::vector<Run> runs;
     for (std::int64_t i = 0; i < samples.size(); ++i) {
         const Shard& shard = shards[samples[i].shard];
+        if (options.attention == Extent::kTree) {
+            for (const TreeDocument& document : read_documents(shard, samples[i]))
+                totals[i] += total_of(shard, document.token_begin, document.length, {}, {});
+            continue;
+        }
         runs.clear();
         read_segments(options.transform, shard, samples[i], segments, runs);
         for (std::int64_t s = 0; s < ssize(segments); ++s) {
             const Segment* next = s + 1 < ssize(segments) ? &segments[s + 1] : nullptr;
             const Label last = last_label(segments[s], next, runs, options.label_boundary);
-            const LabelTotals more = total_of(shard, segments[s].token_begin, segments[s].length,
-                                              runs_of(runs, segments[s].runs), last);
-            totals[i].labels += more.labels;
-            totals[i].weight += more.weight;
-            totals[i].sequences += more.sequences;
+            totals[i] += total_of(shard, segments[s].token_begin, segments[s].length,
+                                  runs_of(runs, segments[s].runs), last);
         }
     }
     return totals;

@@ -25,7 +25,14 @@ void fill_gather(const GatherPlan& plan, const GatherOptions& options, const Gat
 struct LabelTotals {
     std::int64_t labels = 0;     // tokens with a label
     double weight = 0;           // sum of their loss weights, exact below 2^29
-    std::int64_t sequences = 0;  // segments with a label of weight above 0
+    std::int64_t sequences = 0;  // segments with a label of weight above 0; of trees: documents
+
+    LabelTotals& operator+=(const LabelTotals& more) {
+        labels += more.labels;
+        weight += more.weight;
+        sequences += more.sequences;
+        return *this;
+    }
 };
 
 std::vector<LabelTotals> count_labels(Span<const Shard> shards, Span<const SampleRef> samples,

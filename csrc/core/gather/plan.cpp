@@ -30,12 +30,13 @@ void check_shape(const GatherShape& shape, std::int64_t alignment, std::int64_t 
 class Planner {
   public:
     Planner(Span<const Shard> shards, const GatherShape& shape, const GatherOptions& options)
-        : shards_(shards), shape_(shape), options_(options), plan_{shape, {}, {}, {}} {}
+        : shards_(shards), shape_(shape), options_(options), plan_{shape, {}, {}, {}, {}} {}
 
     // Adds a slot of `slot` tokens with sample `ref`.
     void add_sample(SampleRef ref, std::int64_t slot) {
         const Shard& shard = shards_[ref.shard];
         read_segments(options_.transform, shard, ref, segments_, plan_.runs);
+        if (options_.attention == Extent::kTree) add_paths(shard, ref);
         const std::int64_t used = add_segments(shard, ref, slot);
         add_padding(slot - used, options_.positions == Positions::kSample ? used : 0);
     }
@@ -49,10 +50,18 @@ class Planner {
     GatherPlan take() { return std::move(plan_); }
 
   private:
+    void add_paths(const Shard& shard, SampleRef ref) {
+        for (TreeDocument document : read_documents(shard, ref)) {
+            document.last += ssize(plan_.segments);
+            plan_.paths.push_back({&shard, document, ref.factor()});
+        }
+    }
+
     std::int64_t add_segments(const Shard& shard, SampleRef ref, std::int64_t slot) {
         std::int64_t used = 0;    // tokens of the sample so far
         std::int64_t placed = 0;  // the same, including the padding for alignment
         std::int64_t begin = 0;   // start of the attention segment
+        const std::int64_t first = ssize(plan_.segments);
         for (std::int64_t i = 0; i < ssize(segments_); ++i) {
             const Segment& segment = segments_[i];
             check<FormatError>(segment.placed <= shape_.capacity - used, shard.documents.name(),
@@ -70,7 +79,9 @@ class Planner {
             add_piece(shard, i, next - placed, placed, begin, ref.factor());
             if (!continues) {
                 const auto source = static_cast<std::int32_t>(shard.source);
-                plan_.segments.push_back({end - begin, next - begin, source});
+                const std::int64_t parent = segment.parent < 0 ? -1 : first + segment.parent;
+                plan_.segments.push_back(
+                    {end - begin, next - begin, source, static_cast<std::int32_t>(parent)});
                 begin = next;
             }
             placed = next;
@@ -80,7 +91,9 @@ class Planner {
 
     // Returns true if the segment after segment i attends to segment i.
     bool next_attends(std::int64_t i) const {
-        if (i + 1 == ssize(segments_) || options_.attention == Extent::kDocument) return false;
+        const Extent reach = options_.attention;
+        if (i + 1 == ssize(segments_) || reach == Extent::kDocument || reach == Extent::kTree)
+            return false;
         return options_.attention == Extent::kSample || segments_[i + 1].joined;
     }
 
@@ -91,6 +104,7 @@ class Planner {
         std::int64_t first_position = options_.attention == Extent::kGroup ? at - group : 0;
         if (options_.positions == Positions::kDocument) first_position = segment.begin;
         if (options_.positions == Positions::kSample) first_position = at;
+        if (options_.attention == Extent::kTree) first_position = segment.begin;  // its depth
         const Segment* next = i + 1 < ssize(segments_) ? &segments_[i + 1] : nullptr;
         const Label label = last_label(segment, next, plan_.runs, options_.label_boundary);
         plan_.pieces.push_back({&shard, segment.token_begin, segment.placed, room, first_position,
@@ -173,6 +187,33 @@ std::vector<std::int32_t> cumulative_lengths(const GatherPlan& plan, bool padded
         result.insert(result.end(), size - list.size(), list.back());
     }
     return result;
+}
+
+TreeKeys tree_keys(const GatherPlan& plan) {
+    TreeKeys keys;
+    keys.cu_seqlens_k.push_back(0);
+    keys.predecessors.reserve(plan.shape.num_tokens());
+    std::int64_t at = 0;  // position in the row
+    for (const AttentionSegment& segment : plan.segments) {
+        std::int64_t before = -1;
+        if (segment.parent >= 0) {  // its keys begin with those of its parent
+            const std::int64_t begin = keys.cu_seqlens_k[segment.parent];
+            const std::int64_t end = keys.cu_seqlens_k[segment.parent + 1];
+            keys.kv_index.resize(keys.kv_index.size() + end - begin);
+            std::copy_n(keys.kv_index.begin() + begin, end - begin,
+                        keys.kv_index.end() - (end - begin));
+            before = keys.kv_index.back();
+        }
+        for (std::int64_t i = 0; i < segment.room; ++i, before = at++) {
+            keys.kv_index.push_back(static_cast<std::int32_t>(at));
+            const bool is_padding = segment.source < 0;
+            keys.predecessors.push_back(is_padding ? -1 : static_cast<std::int32_t>(before));
+        }
+        check(keys.kv_index.size() <= std::numeric_limits<std::int32_t>::max(),
+              "the paths of a micro batch have more than 2^31 - 1 keys; make it smaller");
+        keys.cu_seqlens_k.push_back(static_cast<std::int32_t>(keys.kv_index.size()));
+    }
+    return keys;
 }
 
 }  // namespace megapack

@@ -14,8 +14,10 @@ namespace megapack {
 
 enum class Positions { kSegment, kDocument, kSample };  // where position_ids restart
 // Reach of attention, and of the label of a document's last token: the document, the following
-// documents of its group, or the whole sample.
-enum class Extent { kDocument, kGroup, kSample };
+// documents of its group, or the whole sample. Attention kTree: the segments on the path from a
+// root of a prefix tree; then labels and loss mask belong to the predicted token, not to the token
+// before it, because several tokens can follow one.
+enum class Extent { kDocument, kGroup, kSample, kTree };
 
 // Unit of the loss mask. kTokenMean: each token's own loss weight. kSequenceMean: the weights of a
 // sequence (the tokens of a document in a sample) sum to 1.
@@ -79,13 +81,23 @@ struct AttentionSegment {
     std::int64_t length;
     std::int64_t room;
     std::int32_t source;
+    std::int32_t parent = -1;  // segment of the plan that it continues (kTree)
+};
+
+// A document that adds its loss weights to the tokens on its path. With kTree, piece i is segment
+// i.
+struct TreePath {
+    const Shard* shard;
+    TreeDocument document;  // `last` counts the segments of the plan
+    float factor;
 };
 
 struct GatherPlan {
     GatherShape shape;
     std::vector<Piece> pieces;  // like the segments, their rooms add up to all rows
     std::vector<AttentionSegment> segments;
-    std::vector<Run> runs;  // runs of transformed documents
+    std::vector<Run> runs;        // runs of transformed documents
+    std::vector<TreePath> paths;  // kTree
 
     std::int64_t max_seqlen() const;
     std::vector<std::int32_t> sources() const;  // per segment
@@ -102,5 +114,14 @@ GatherPlan plan_gather(Span<const Shard> shards, Span<const SampleRef> samples,
 // includes the padding after it.
 std::vector<std::int32_t> cumulative_lengths(const GatherPlan& plan, bool padded, bool per_row,
                                              std::int64_t entries);
+
+// Paths of a plan with prefix trees, padding included: the keys of segment i are the row indices
+// kv_index[cu_seqlens_k[i]:cu_seqlens_k[i + 1]], from a root to its last token; predecessors: row
+// index of the token before each token on its path, -1 for the first and for padding.
+struct TreeKeys {
+    std::vector<std::int32_t> cu_seqlens_k, kv_index, predecessors;
+};
+
+TreeKeys tree_keys(const GatherPlan& plan);
 
 }  // namespace megapack

@@ -61,6 +61,13 @@ std::vector<TokenRange> token_ranges(Span<const Shard> shards, Span<const Sample
     std::vector<Segment> segments;
     std::vector<TokenRange> ranges;
     for (const SampleRef& sample : samples) {
+        if (shards[sample.shard].has_trees()) {  // every document adds its labels and weights
+            for (const TreeDocument& document : read_documents(shards[sample.shard], sample)) {
+                const std::int64_t begin = document.token_begin;
+                ranges.push_back({sample.shard, begin, begin + document.length});
+            }
+            continue;
+        }
         segments.clear();
         read_segments(shards[sample.shard], sample, segments);
         for (const Segment& segment : segments) {

@@ -63,6 +63,22 @@ Segment read_segment(const Shard& shard, SampleRef ref, std::int64_t s) {
     return segment;
 }
 
+// Returns the segment that segment s continues, checked against the segments of the sample before
+// it, which begin at `first`; -1: none.
+std::int64_t read_parent(const Shard& shard, SampleRef ref, std::int64_t s, std::int64_t begin,
+                         Span<const Segment> before) {
+    shard.parents.require(s, s + 1);
+    const std::int64_t parent = shard.parents[s];
+    check<FormatError>(parent >= -1 && parent < before.size(), shard.documents.name(), ", sample ",
+                       ref.sample, ", segment ", s, " continues segment ", parent, " of ",
+                       before.size(), kRemedy);
+    const std::int64_t end = parent < 0 ? 0 : before[parent].begin + before[parent].length;
+    check<FormatError>(begin == end, shard.documents.name(), ", sample ", ref.sample, ", segment ",
+                       s, " begins at token ", begin, ", and the one that it continues ends at ",
+                       end, kRemedy);
+    return parent;
+}
+
 bool is_excluded(const Shard& shard, std::int64_t document, const StepView* view) {
     if (view == nullptr || !view->excludes(1)) return false;
     const auto* at = std::lower_bound(shard.excluded.begin(), shard.excluded.end(), document);
@@ -107,6 +123,13 @@ void check_shard(const Shard& shard) {
     check<FormatError>(shard.joined.size() == 0 || shard.joined.size() == num_segments,
                        "segment_joined has ", shard.joined.size(), " elements and there are ",
                        num_segments, " segments", kRemedy);
+    check<FormatError>(
+        !shard.has_trees() ||
+            (shard.parents.size() == num_segments && shard.end_offsets.size() == num_segments + 1),
+        "segment_parent and segment_end_offsets have ", shard.parents.size(), " and ",
+        shard.end_offsets.size(), " elements and there are ", num_segments, " segments", kRemedy);
+    check(!shard.has_trees() || (shard.excluded.empty() && shard.longest_transformed < 0),
+          "documents of prefix trees are neither excluded nor transformed");
     check<FormatError>(!shard.has_labels() || shard.labels.size == shard.tokens.size,
                        "column labels has ", shard.labels.size, " rows and there are ",
                        shard.tokens.size, " tokens; it must have one row per token");
@@ -172,15 +195,48 @@ void read_segments(const Shard& shard, SampleRef ref, std::vector<Segment>& out)
     check<std::out_of_range>(ref.sample >= 0 && ref.sample < num_samples, "sample ", ref.sample,
                              " of ", shard.documents.name(), ", which has ", num_samples);
     const Part part = shard.samples.segments(ref.sample);
+    const std::int64_t first = ssize(out);
     bool group_started = false;  // the sample already has a segment of the group
     for (std::int64_t s = part.begin; s < part.end; ++s) {
         Segment segment = read_segment(shard, ref, s);
         group_started = group_started && shard.joined.size() > 0 && shard.joined[s] != 0;
         if (is_excluded(shard, segment.document, ref.view)) continue;
         segment.joined = group_started;
+        segment.parent = -1;
+        if (shard.has_trees())
+            segment.parent =
+                read_parent(shard, ref, s, segment.begin, {out.data() + first, ssize(out) - first});
         group_started = true;
         out.push_back(segment);
     }
+}
+
+std::vector<TreeDocument> read_documents(const Shard& shard, SampleRef ref) {
+    const Part part = shard.samples.segments(ref.sample);
+    shard.end_offsets.require(part.begin, part.end + 1);
+    std::vector<TreeDocument> out;
+    for (std::int64_t s = part.begin; s < part.end; ++s) {
+        const std::int64_t begin = shard.end_offsets[s], end = shard.end_offsets[s + 1];
+        check<FormatError>(begin >= 0 && begin <= end && end <= shard.end_documents.size(),
+                           shard.documents.name(), ", segment ", s, " ends documents ", begin,
+                           " to ", end, " of ", shard.end_documents.size(), kRemedy);
+        shard.end_documents.require(begin, end);
+        const std::int64_t length =
+            shard.samples.segment_begin[s] + shard.samples.segment_length[s];
+        const auto num_documents = static_cast<std::int64_t>(shard.documents.num_documents());
+        for (std::int64_t i = begin; i < end; ++i) {
+            const std::int64_t document = shard.end_documents[i];
+            check<FormatError>(document >= 0 && document < num_documents, shard.documents.name(),
+                               ", segment ", s, " ends document ", document, " of ", num_documents,
+                               kRemedy);
+            const Range range = document_range(shard, document);
+            check<FormatError>(range.end - range.begin == length, shard.documents.name(),
+                               ", segment ", s, " ends document ", document, " at token ", length,
+                               " of ", range.end - range.begin, kRemedy);
+            out.push_back({document, range.begin, length, s - part.begin});
+        }
+    }
+    return out;
 }
 
 }  // namespace megapack

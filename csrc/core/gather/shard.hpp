@@ -73,12 +73,16 @@ struct Shard {
     SampleView samples;                // without bucket_sample_offsets
     // Per segment: 1 if it continues the group of the segment before it; empty: none does.
     Span<const std::uint8_t> joined;
+    // Prefix trees; empty: none. Per segment, the segment of its sample that it continues, -1:
+    // none; documents [end_offsets[s], end_offsets[s + 1]) of end_documents end with segment s.
+    Integers parents, end_offsets, end_documents;
     Span<const std::int64_t> excluded;      // excluded documents, ascending
     Span<const std::int64_t> excluded_by;   // number (from 1) of the first list that excludes each
     std::int64_t first_document = 0;        // number of its first document in the source
     std::int64_t longest_transformed = -1;  // documents of 2 to this many tokens may be transformed
 
     bool is_open() const { return samples.num_samples() >= 0; }
+    bool has_trees() const { return end_offsets.size() > 0; }
     bool has_labels() const { return labels.data != nullptr; }
     bool has_weights() const { return weights.data != nullptr; }
 
@@ -105,8 +109,17 @@ struct Segment {
     std::int64_t token_begin;  // position in the file
     bool ends_document;
     bool joined;          // the segment before it in the sample belongs to the same group
+    std::int64_t parent;  // segment of the sample that it continues (prefix trees), -1: none
     std::int64_t placed;  // tokens in the batch; more than `length` if it is transformed
     Part runs;            // runs of a transformed document, else empty
+};
+
+// A document of a sample with prefix trees: the path from a root to the end of segment `last`.
+struct TreeDocument {
+    std::int64_t document;
+    std::int64_t token_begin;  // position in the file
+    std::int64_t length;
+    std::int64_t last;
 };
 
 // What a step requires of its samples, like `StepView` in megapack/data/steps.py. A span is empty
@@ -175,5 +188,9 @@ std::vector<std::int64_t> not_open(Span<const Shard> shards, Span<const SampleRe
 // std::out_of_range for a sample that does not exist and FormatError for an index that points
 // outside its dataset.
 void read_segments(const Shard& shard, SampleRef ref, std::vector<Segment>& out);
+
+// Returns the documents of a sample with prefix trees, in the order of their last segments. Throws
+// like read_segments.
+std::vector<TreeDocument> read_documents(const Shard& shard, SampleRef ref);
 
 }  // namespace megapack

@@ -88,7 +88,7 @@ def check_model(
         )
         return
     add_segment_numbers(bare)
-    text = bare.config.get_text_config(decoder=True)
+    text, trees = bare.config.get_text_config(decoder=True), False
     if dataset is not None:
         # PEFT may wrap the embedding.
         embeddings = bare.get_input_embeddings().modules()
@@ -102,6 +102,12 @@ def check_model(
                 f"attn_implementation={ATTENTION_NAME!r} or 'flash_attention_2', or leave "
                 "attention_window out"
             )
+        trees = dataset.samples.attention == "tree"
+        if trees and attention != ATTENTION_NAME:
+            raise ConfigError(
+                f"the dataset has prefix trees, and attention {attention!r} ignores their paths: "
+                f"load the model with attn_implementation={ATTENTION_NAME!r}"
+            )
         if longest is None:
             longest = dataset.longest_position()
 
@@ -113,6 +119,7 @@ def check_model(
             device=bare.device if device is None else device,
             dtype=bare.dtype if dtype is None else dtype,
             longest=longest,
+            trees=trees,
         )
 
 
@@ -330,7 +337,8 @@ class PackedTrainerMixin:
 
         def forward(changed: Mapping[str, Any]) -> torch.Tensor:
             inputs = self._inputs(changed)
-            del inputs["labels"], inputs["shift_labels"]
+            for name in ("labels", "shift_labels", "predecessors"):
+                inputs.pop(name, None)
             logits: torch.Tensor = model(**inputs).logits
             return logits[..., :PROBED_LOGITS]
 
@@ -339,7 +347,8 @@ class PackedTrainerMixin:
             seconds = probe(
                 forward, batch, host=type(self.model).__name__, longest=longest, any_length=True
             )
-            self._check_loss(model, batch)
+            if "kv_index" not in batch:  # the loss of trees is ``_weighted_loss``
+                self._check_loss(model, batch)
         finally:
             model.train()
         logger.info("documents of a micro batch are kept apart: probed in %.1f s", seconds)
@@ -537,10 +546,12 @@ class PackedTrainerMixin:
                 "and loss_type='dft' support neither: leave them out"
             )
         labels = inputs.pop("shift_labels").flatten()
-        inputs.pop("labels")
+        inputs.pop("labels", None)
+        predecessors = inputs.pop("predecessors", None)
         outputs = model(**inputs)
+        logits = outputs.logits.flatten(0, 1).float()
         losses = nn.functional.cross_entropy(
-            outputs.logits.flatten(0, 1).float(),
+            logits if predecessors is None else logits[predecessors.clamp(min=0)],
             labels,
             ignore_index=IGNORED,
             reduction="none",
@@ -575,11 +586,25 @@ class PackedTrainerMixin:
         balanced = getattr(self.model.config, "output_router_logits", False)
         of_rank.with_token_mask = balanced and LoadBalancing.of(self.model) is not None
         of_rank.with_loss_weights = True
+        if batches.dataset.samples.attention == "tree":
+            self._check_trees(evaluated=evaluated, balanced=balanced)
         if self.replay_routes and not evaluated:
             self._check_routes(batches.dataset)
         custom = (self.compute_loss_func, self.label_smoother)  # type: ignore[attr-defined]
         of_rank.for_own_shift = custom != (None, None) and not evaluated
         return of_rank
+
+    def _check_trees(self, *, evaluated: bool, balanced: bool) -> None:
+        noise = self.neftune_noise_alpha  # type: ignore[attr-defined]
+        check_options({
+            "eval_dataset": (
+                "prefix trees" if evaluated else None, None,
+                "Trainer's evaluation has one label per position; pack the held-out documents with "
+                "another strategy",
+            ),
+            "output_router_logits": (balanced, False, "the loss would count shared tokens once"),
+            "neftune_noise_alpha": (noise, None, "a shared token has documents of several lengths"),
+        })  # fmt: skip
 
     def _check_routes(self, dataset: PackedDataset) -> None:
         column, model = dataset.columns.get(COLUMN), bare_model(self.model)

@@ -36,6 +36,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from megapack.attention import TreeSegments, tree_arguments
 from megapack.attention.experts import token_mask
 from megapack.attention.probe import probe
 from megapack.data import Batch, BatchLayout, BucketBatchSampler, MicroBatch, PackedDataset
@@ -230,9 +231,18 @@ def model_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
         input_ids and position_ids int64 ``(1, tokens)``; shift_labels, the label of every position;
         labels, the same at the position of the predicted token (the model shifts them);
         cu_seq_lens_q, cu_seq_lens_k int32, max_length_q, max_length_k; use_cache False. No
-        attention_mask: with one, models ignore the boundaries.
+        attention_mask: with one, models ignore the boundaries. Of prefix trees, instead of labels:
+        the arguments of ``tree_arguments``, and ``predecessors``, which the model does not take.
     """
-    return {**emit(batch, TRANSFORMERS), "use_cache": False}
+    if "kv_index" not in batch:
+        return {**emit(batch, TRANSFORMERS), "use_cache": False}
+    return {
+        "input_ids": batch["tokens"],
+        "position_ids": batch["position_ids"],
+        "shift_labels": batch["labels"],
+        "predecessors": batch["predecessors"],
+        **tree_arguments(TreeSegments.of(batch)),
+    }
 
 
 class MicroBatches(Dataset[dict[str, Any]]):

@@ -86,7 +86,8 @@ class StepResult:
     label_weight: float
     """Denominator of the whole step on all ranks: its label tokens, or the sum of their weights."""
     sample_losses: Tensor
-    """(samples,) on the device: unweighted sum of the losses of each sample of this rank."""
+    """(samples,) on the device: unweighted sum of the losses of each sample of this rank; with
+    prefix trees, weighted."""
     source: NDArray[np.int64]  # (samples,) source number of each sample
     grad_norm: float | Tensor  # norm of the whole gradient before clipping
     forward: Stopwatch  # time of this rank's forwards
@@ -229,7 +230,9 @@ def train_step(
             divergence_sums.append((divergences * factors).sum())
         if balance is not None:
             balances.append(balance)
-        sample_losses.append(_sum_by_sample(losses, batch))
+        # In trees, several documents have the loss of a token.
+        own = losses * factors if "kv_index" in batch else losses
+        sample_losses.append(_sum_by_sample(own, batch))
         source.append(batch["source"].numpy())
     skipped_before = engine.skipped_steps
     engine.step()

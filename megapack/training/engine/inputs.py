@@ -170,6 +170,8 @@ def check_run(config: PretrainConfig, run: PlannedRun, num_ranks: int) -> Any:
     vocab_size = run.vocab_size if isinstance(run, Inputs) else vocabulary_size(config, run)
     architecture = model_configuration(config.model, vocab_size)
     check_checkpoint(config.model, architecture)
+    if config.data.attention == "tree":
+        _check_trees(config, architecture)
     if config.optimizer.kind == "muon" and num_experts(architecture) is not None:
         raise ConfigError(
             f"optimizer: kind is muon and {architecture.model_type!r} has experts, whose matrices "
@@ -197,6 +199,22 @@ def check_run(config: PretrainConfig, run: PlannedRun, num_ranks: int) -> Any:
             _verify(run)  # a damaged index may be the cause
         raise
     return architecture
+
+
+def _check_trees(config: PretrainConfig, architecture: Any) -> None:
+    """Raise ConfigError for settings of a run that prefix trees do not have."""
+    balances = bool(getattr(architecture, "output_router_logits", False))
+    unsupported = {
+        "engine.compile": (config.engine.compile, "the number of keys differs in every batch"),
+        "model.overrides.output_router_logits": (
+            balances,
+            "the load-balancing loss would count a shared token once",
+        ),
+        "distill": (config.distill is not None, "documents may differ in a teacher's columns"),
+    }
+    for name, (is_set, reason) in unsupported.items():
+        if is_set:
+            raise ConfigError(f"{name} is set with data.attention: tree; {reason}: leave it out")
 
 
 def check_teacher(distill: DistillConfig, data: PackedDataset, vocab_size: int) -> None:
@@ -335,7 +353,13 @@ def steps_from_lengths(
 ) -> PlannedRun:
     """Plan the run for document lengths (``read_lengths``), without opening its data. The documents
     are packed by strategy bucket into ``buckets``; None: the powers of two from 1,024 to 16,384
-    that divide a micro batch. Raises ConfigError if sizes do not fit."""
+    that divide a micro batch. Raises ConfigError if sizes do not fit, or the run trains on prefix
+    trees, which depend on tokens."""
+    if config.data.attention == "tree":
+        raise ConfigError(
+            "data.attention is tree, and the trees depend on tokens: pack the data (--strategy "
+            "tree), and leave --lengths out"
+        )
     largest = config.data.micro_batch_tokens
     usual = [2**k for k in range(10, 15) if largest % 2**k == 0] or [largest]
     index = pack(read_lengths(source, config.seed), "bucket", buckets=list(buckets or usual))

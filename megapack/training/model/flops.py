@@ -72,8 +72,11 @@ class ModelFlops:
             width=heads * (keys + values) // 2,
         )
 
-    def attention(self, lengths: ArrayLike) -> float:
-        """Return the operations of causal attention in segments of these lengths, all layers."""
+    def attention(self, lengths: ArrayLike, paths: ArrayLike | None = None) -> float:
+        """Return the operations of causal attention in segments of these lengths, all layers; with
+        ``paths``, each segment also attends to the path of so many tokens before it."""
+        if paths is not None:
+            return self.attention(np.add(lengths, paths)) - self.attention(paths)
         n: NDArray[np.float64] = np.asarray(lengths, dtype=np.float64)
         total = attention_flops(self.full_layers, self.width) * float((n * n).sum())
         if self.window_layers:
@@ -87,9 +90,9 @@ class ModelFlops:
         sliding-window layers count as full ones."""
         return self.per_token / self.attention(1)
 
-    def step(self, num_tokens: int, lengths: ArrayLike) -> float:
+    def step(self, num_tokens: int, lengths: ArrayLike, paths: ArrayLike | None = None) -> float:
         """Return the operations of a step: tokens through weights, segments through attention."""
-        return self.per_token * num_tokens + self.attention(lengths)
+        return self.per_token * num_tokens + self.attention(lengths, paths)
 
 
 def _active_experts(configuration: Any) -> float:

@@ -115,6 +115,7 @@ def open_model(
     device: torch.device,
     seed: int = 0,
     empty: bool = False,
+    trees: bool = False,
     zero_3: Mapping[str, Any] | None = None,
     distill: DistillConfig | None = None,
     sequence_group: Any = None,
@@ -129,13 +130,14 @@ def open_model(
     Args:
         architecture: result of ``model_configuration``.
         empty: build on the meta device, for an estimate.
+        trees: the run trains on prefix trees.
         zero_3: DeepSpeed's configuration, if ZeRO-3 divides parameters; else None.
         sequence_group: process group of the ranks that share long samples.
         progress: called for every loaded tensor (not with ``zero_3``).
     """
     dtype = compute_dtype(engine)
     choice = choose_backend(attention_needs(architecture, device, dtype), config.attention_backend)
-    check_packed_rows(architecture, backend=choice.name, device=device, dtype=dtype)
+    check_packed_rows(architecture, backend=choice.name, device=device, dtype=dtype, trees=trees)
     if sequence_group is not None:
         check_slices(
             architecture, backend=choice.name, group=sequence_group, device=device, dtype=dtype
@@ -165,7 +167,12 @@ def compute_dtype(engine: EngineConfig) -> torch.dtype:
 
 
 def check_packed_rows(
-    configuration: Any, *, backend: str, device: torch.device, dtype: torch.dtype
+    configuration: Any,
+    *,
+    backend: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    trees: bool = False,
 ) -> None:
     """Check with ``check_architecture`` that packed rows train an architecture correctly."""
     register_architectures()
@@ -178,6 +185,7 @@ def check_packed_rows(
         dtype=dtype,
         loss=_summed_loss,
         longest=0,
+        trees=trees,
     )
 
 

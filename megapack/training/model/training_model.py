@@ -24,7 +24,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from megapack.attention import LoadBalancing, replay_routes, token_mask, varlen_arguments
+from megapack.attention import (
+    LoadBalancing,
+    TreeSegments,
+    replay_routes,
+    token_mask,
+    tree_arguments,
+    varlen_arguments,
+)
 from megapack.attention.routes import COLUMN
 from megapack.attention.transformers_interface import add_segment_numbers
 from megapack.data import Batch
@@ -125,11 +132,11 @@ class TrainingModel(nn.Module):
         return result.flatten(0, 1)
 
     def _outputs(self, tokens: Tensor, position_ids: Tensor, *segments: Any, **options: Any) -> Any:
-        """Return the outputs of the model without its head."""
+        """Return the outputs of the model without its head. ``segments``: also ``TreeSegments``."""
         base: Any = self.model.base_model
-        return base(
-            input_ids=tokens, position_ids=position_ids, **varlen_arguments(*segments), **options
-        )
+        trees = segments[0] if isinstance(segments[0], TreeSegments) else None
+        arguments = varlen_arguments(*segments) if trees is None else tree_arguments(trees)
+        return base(input_ids=tokens, position_ids=position_ids, **arguments, **options)
 
     def forward(
         self,
@@ -144,6 +151,10 @@ class TrainingModel(nn.Module):
         teacher_ids: Tensor | None = None,
         teacher_logits: Tensor | None = None,
         expert_routes: Tensor | None = None,
+        cu_seqlens_k: Tensor | None = None,
+        kv_index: Tensor | None = None,
+        max_seqlen_k: int | None = None,
+        predecessors: Tensor | None = None,
         scale: float = 1.0,
         sequence_parallel_size: int = 1,
         sequence_parallel_rank: int = 0,
@@ -161,6 +172,10 @@ class TrainingModel(nn.Module):
                 which ``distill`` mixes into the loss in training mode.
             expert_routes: ``[1, T, layers, top_k]``, experts to replay (``replay_routes``); None:
                 the router's choices.
+            cu_seqlens_k, kv_index, max_seqlen_k: paths of the nodes ``cu_seqlens`` of prefix trees
+                (``TreeSegments``).
+            predecessors: ``[T]`` int64: the token that predicts each token of a tree (-1: none).
+                Then labels, weights and results belong to the predicted tokens.
             scale: factor on the first result.
 
         Returns:
@@ -172,13 +187,18 @@ class TrainingModel(nn.Module):
             coefficient; None without experts or in evaluation mode. Fourth, the divergence of every
             position, ``[T]``, without a gradient; None without a teacher or in evaluation mode.
         """
-        segments = cu_seqlens, max_seqlen, sequence_parallel_size
+        segments: tuple[Any, ...] = cu_seqlens, max_seqlen, sequence_parallel_size
+        if cu_seqlens_k is not None and max_seqlen_k is not None:
+            nodes = cu_seqlens, cu_seqlens_k, kv_index, max_seqlen, max_seqlen_k
+            segments = (TreeSegments(*nodes),)
         balancing = self.balancing if self.training else None
         options = {} if self.balancing is None else {"output_router_logits": self.training}
         routes = expert_routes if self.replays else None
         with nullcontext() if routes is None else replay_routes(self.model, routes):
             outputs = self._outputs(tokens, position_ids, *segments, **options)
         hidden, weight, softcap = self._head(outputs)
+        if predecessors is not None:  # the label of a token without one is -100
+            hidden = hidden[predecessors.clamp(min=0)]
         teacher = None
         if teacher_ids is not None and teacher_logits is not None and self.training:
             assert self.distill is not None, "the weight of a teacher is unknown"
@@ -292,7 +312,12 @@ def on_device(
     teacher with ``distill``.
     """
     names = ("tokens", "labels", "position_ids", "cu_seqlens", "dataset_ids")
-    tensors = {name: batch[name] for name in names}
+    tensors, more = {name: batch[name] for name in names}, {}
+    if "kv_index" in batch:  # the probe changes the nodes, and not cu_seqlens
+        del tensors["dataset_ids"]
+        tensors["cu_seqlens"] = batch["cu_seqlens_q"]
+        tensors |= {name: batch[name] for name in ("cu_seqlens_k", "kv_index", "predecessors")}
+        more["max_seqlen_k"] = batch["max_seqlen_k"]
     if is_weighted(batch):
         tensors["label_weights"] = batch["loss_mask"]
     if distill is not None:
@@ -302,6 +327,7 @@ def on_device(
         tensors["expert_routes"] = batch[COLUMN]
     return {
         **{name: value.to(device, non_blocking=True) for name, value in tensors.items()},
+        **more,
         "max_seqlen": longest_segment(batch, config),
         "sequence_parallel_size": int(batch.get("sequence_parallel_size", 1)),
         "sequence_parallel_rank": int(batch.get("sequence_parallel_rank", 0)),
@@ -321,6 +347,6 @@ def longest_segment(batch: Batch, config: EngineConfig) -> int:
     that fills a slot): one graph per bucket instead of one per batch.
     """
     if not config.compile:
-        return int(batch["max_seqlen"])
+        return int(batch["max_seqlen_q" if "kv_index" in batch else "max_seqlen"])
     capacity = int(batch["capacity"])
     return slot_tokens(capacity, int(batch.get("row_tokens", capacity)))[-1]

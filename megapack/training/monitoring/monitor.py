@@ -57,7 +57,7 @@ class StepWork:
     @staticmethod
     def of(schedule: Schedule, step: Step, flops: ModelFlops) -> StepWork:
         """Count one step."""
-        lengths = segment_lengths(schedule, step)
+        lengths, paths = segment_lengths(schedule, step)
         samples = [np.full(len(d.sample_ids), d.capacity, np.int64) for d in step.draws]
         capacities = np.concatenate(samples)
         tokens = schedule.stage_at(step.index).config.tokens_per_step
@@ -65,15 +65,19 @@ class StepWork:
         return StepWork(
             tokens=tokens,
             useful_tokens=useful,
-            flops=flops.step(useful, lengths),
+            flops=flops.step(useful, lengths, paths),
             naive_flops=flops.step(tokens, capacities),
         )
 
 
-def segment_lengths(schedule: Schedule, step: Step) -> NDArray[np.int64]:
-    """Return the lengths in tokens of all unmasked segments of a step, cut by its window."""
-    lengths = schedule.samples.segment_lengths(step.sample_ids, step.view)
-    return cut_lengths(lengths, step.view.window)
+def segment_lengths(
+    schedule: Schedule, step: Step
+) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
+    """Return the lengths in tokens of all unmasked segments of a step, cut by its window, and in
+    prefix trees those of the paths to them."""
+    samples = schedule.samples
+    lengths = cut_lengths(samples.segment_lengths(step.sample_ids, step.view), step.view.window)
+    return lengths, samples.path_lengths(step.sample_ids) if samples.attention == "tree" else None
 
 
 class SourceLosses:

@@ -1,5 +1,5 @@
-"""Writes version_2.samples, and version_3.samples, of groups. Run it only to add a golden file for
-a new version of the format:
+"""Writes version_2.samples, version_3.samples, of groups, and version_4.samples, of trees. Run it
+only to add a golden file for a new version of the format:
 
     python tests/golden/samples/make_golden.py
 
@@ -29,6 +29,13 @@ def golden_groups() -> SampleIndex:
     return pack(LENGTHS, "bucket", buckets=[8, 16], seed=11, groups=GROUPS)
 
 
+def golden_trees() -> SampleIndex:
+    ends = np.append(0, np.cumsum(LENGTHS))
+    tokens = np.concatenate([np.arange(n) // (i % 4 + 2) for i, n in enumerate(LENGTHS)])
+    return pack(LENGTHS, "tree", buckets=48, tokens=(tokens, ends), groups=GROUPS)
+
+
 if __name__ == "__main__":
     golden_index().save(FILES / "version_2.samples", source=SOURCE)
     golden_groups().save(FILES / "version_3.samples", source=SOURCE)
+    golden_trees().save(FILES / "version_4.samples", source=SOURCE)
