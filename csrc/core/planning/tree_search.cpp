@@ -389,6 +389,9 @@ void TreeSearch::minimize(std::int64_t cap, bool balanced, std::int64_t budget) 
     cap_ = cap;
     balanced_ = balanced;
     budget_ = budget;
+    // A bin may stay above the cap by less than a move would repeat.
+    std::vector<TreeBin> fitting;
+    if (fits(cap)) fitting = bins_;
     find_tops();
     // A small weight first: branches that leave a full bin should not repeat long prefixes.
     for (above_weight_ = balanced ? kMostAbove : 2; above_weight_ < kMostAbove; above_weight_ *= 4)
@@ -422,6 +425,7 @@ void TreeSearch::minimize(std::int64_t cap, bool balanced, std::int64_t budget) 
         }
     }
     bins_ = std::move(best_bins);
+    if (!fitting.empty() && !fits(cap)) bins_ = std::move(fitting);
     find_tops();
     if (balanced) arrange();
 }
