@@ -104,6 +104,8 @@ class SegmentView:
     # from its successor on. Positions after the last row have the fill value.
     columns: list[tuple[str, ColumnSpec, NDArray[Any]]]
     group: int  # number of its group in the sample; without groups every segment is one
+    parent: int | None = None  # in prefix trees, the segment that it continues; -1: none
+    num_ends: int = 0  # documents that end with it in a prefix tree
     fim: str = ""  # how fill-in-the-middle reorders the document; empty: not at all
 
     @property
@@ -113,6 +115,10 @@ class SegmentView:
     def describe(self) -> str:
         if self.fim:
             return f"whole document of {self.document_length:,} tokens, as {self.fim}"
+        if self.parent is not None:
+            place = f"continues segment {self.parent}" if self.parent >= 0 else "a root"
+            ends = counted(self.num_ends, "document")
+            return f"tokens [{self.begin:,}, {self.end:,}), {place}, the end of {ends}"
         is_end = self.end == self.document_length
         if self.begin == 0 and is_end:
             return "whole document"
@@ -178,7 +184,37 @@ def view_sample(
                 group=groups[document, begin, length],
             )
         )
-    return views
+    return _in_tree(views, dataset, index, sample) if index.has_trees else views
+
+
+def _in_tree(
+    views: list[SegmentView], dataset: IndexedDataset, index: SampleIndex, sample: int
+) -> list[SegmentView]:
+    """Return all segments of a prefix tree with what its documents give their tokens: labels and
+    sums of loss weights, at the predicted token."""
+    assert index.segment_parent is not None
+    first = int(index.sample_segment_offsets[sample])
+    parents = index.segment_parent[first : first + len(views)].tolist()
+    columns, num_ends = dataset.columns, [0] * len(views)
+    labels = columns[LABELS].rows if LABELS in columns else dataset.tokens
+    sums = [np.zeros(len(view.token_ids)) for view in views]
+    labelled = [np.zeros(len(view.token_ids), np.bool_) for view in views]
+    for document, last in index.documents_of(sample):
+        num_ends[last] += 1
+        node = last
+        while node >= 0:
+            start = int(dataset.document_offsets[document]) + views[node].begin
+            tokens = slice(start, start + len(views[node].token_ids))
+            has_label = np.asarray(labels[tokens] >= 0)
+            has_label[:1] &= views[node].begin > 0  # nothing predicts a document's first token
+            labelled[node] |= has_label
+            sums[node] += has_label * (columns[WEIGHTS].rows[tokens] if WEIGHTS in columns else 1)
+            node = parents[node]
+    return [
+        replace(view, parent=parents[i], num_ends=num_ends[i], has_label=labelled[i].tolist(),
+                weights=sums[i].tolist())
+        for i, view in enumerate(views)
+    ]  # fmt: skip
 
 
 def _positions(column: Column, start: int, label_range: slice) -> slice:
@@ -241,12 +277,13 @@ def print_sample(
         )
     for number, view in enumerate(segments):
         colour = COLOURS[list(first_segments).index(view.group) % len(COLOURS)]
+        depth = 0 if view.parent is None else view.begin
         first = first_segments[view.group]
         group = "" if first == number else f", in the group of segment {first}"
         console.write_line(
             f"--- segment {number}: document {view.document:,}{group}, {view.describe()}; sample "
-            f"positions [{cu_seqlens[number]:,}, {cu_seqlens[number + 1]:,}), position_ids 0.."
-            f"{len(view.token_ids) - 1:,}; {view.describe_labels()}",
+            f"positions [{cu_seqlens[number]:,}, {cu_seqlens[number + 1]:,}), position_ids "
+            f"{depth:,}..{depth + len(view.token_ids) - 1:,}; {view.describe_labels()}",
             style=f"bold {colour}",
         )
         console.print(_text_of_segment(view, decode, colour, full=full), soft_wrap=True)

@@ -103,10 +103,11 @@ def pack_trees(
     """
     lengths, groups = documents.lengths, documents.groups
     if lengths.max(initial=0) > capacity:
-        i = int(np.argmax(lengths))
+        i, longer = int(np.argmax(lengths)), int((lengths > capacity).sum())
         raise DataError(
             f"document {i} has {lengths[i]:,} tokens, and a sample has {capacity:,}: a tree has "
-            "whole documents, so give a larger bucket, or leave it out (--documents)"
+            f"whole documents, so give a larger bucket, or leave out the {longer:,} longer than a "
+            "sample (--documents)"
         )
     order, shared = _core.sort_sequences(documents.flat, documents.offsets)
     packed = np.flatnonzero(lengths[order] > 0)

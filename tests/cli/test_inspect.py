@@ -16,6 +16,7 @@ from megapack import IndexedDataset, IndexedDatasetBuilder, SampleIndex, pack
 from megapack.cli.inspect import view_sample
 from megapack.cli.main import main
 from megapack.data import PackedDataset
+from megapack.packing.trees import tokens_of
 from megapack.storage.column_edits import add_column
 from megapack.storage.columns import INTERPRETED
 from tests.reference.gather import NO_LABEL, gather
@@ -129,6 +130,34 @@ def test_loss_weights_follow_their_tokens(corpus: Path) -> None:
         assert shown == packed[sample]["loss_mask"][: len(shown)].tolist()
     text = printed("inspect", f"{corpus}.samples", "--sample", 0)
     assert "<0.25>" in text and "loss weights of 0.25 to 1, together " in text
+
+
+def test_prefix_trees_are_shown_as_training_gets_them(tmp_path: Path) -> None:
+    texts = [[7, 8, 1, 2], [7, 8, 3], [7, 8, 3, 4], [9], [7, 8, 3], []]
+    with IndexedDatasetBuilder(tmp_path / "d", dtype=np.uint16, vocab_size=16) as builder:
+        for text in texts:
+            builder.add_document(text)
+    drawn = [np.arange(len(text)) / 2 for text in texts]
+    for add in (False, True):
+        if add:
+            add_column(tmp_path / "d", "weights", drawn, INTERPRETED["weights"])
+        dataset = IndexedDataset(tmp_path / "d")
+        index = pack(dataset.document_lengths, "tree", buckets=8, **tokens_of(dataset, "tree"))
+        index.save(tmp_path / "d.samples", source=dataset, overwrite=True)
+        batch = PackedDataset(dataset, index, attention="tree").micro_batch([0])
+        views = view_sample(dataset, index, 0)
+        shown = {
+            "loss_mask": [w for view in views for w in view.weights or ()],
+            "position_ids": [i for view in views for i in range(view.begin, view.end)],
+            "tokens": [token for view in views for token in view.token_ids],
+        }
+        for name, values in shown.items():
+            assert values == batch[name][0, : len(values)].tolist(), name
+        has_label = [has for view in views for has in view.has_label]
+        assert has_label == (batch["labels"][0, : len(has_label)] >= 0).tolist()
+        assert sum(view.num_ends for view in views) == 5
+    text = printed("inspect", tmp_path / "d.samples", "--sample", 0)
+    assert "continues segment 0, the end of 2 documents; " in text and "position_ids 2..2" in text
 
 
 def test_labels_of_earlier_versions_are_refused(corpus: Path) -> None:

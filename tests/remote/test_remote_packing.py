@@ -166,6 +166,12 @@ def test_killed_upload_leaves_the_old_samples(line: Line, tmp_path: Path) -> Non
     assert not leftovers(tmp_path)
 
 
+def test_trees_of_a_remote_dataset_are_refused(line: Line, tmp_path: Path) -> None:
+    address = put_documents(tmp_path / "d", 5)
+    text = printed("pack", address, "--strategy", "tree", "--buckets", 512, status=2)
+    assert f"strategy 'tree' reads all tokens of {address}: pack a local copy" in text
+
+
 def test_failed_upload_leaves_no_files(line: Line, tmp_path: Path) -> None:
     """Its local files do not affect a run with other options."""
     address = put_documents(tmp_path / "docs")

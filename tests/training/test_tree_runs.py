@@ -130,6 +130,7 @@ def test_settings_that_trees_do_not_have_are_refused_at_startup(
         return str(caught.value)
 
     assert "engine.compile is set with data.attention: tree" in message(engine={"compile": True})
+    assert "distill is set with data.attention: tree" in message(distill={"alpha": 0.5})
     assert "sequence_parallel_size is 2" in message(engine={"sequence_parallel_size": 2})
     assert "has prefix trees" in message(data={"attention": "document"})
     assert "has prefix trees" in message(
