@@ -57,7 +57,7 @@ void test_random_steps() {
 void test_random_trees() {
     std::mt19937 random(11);
     const auto below = [&](std::int64_t n) { return static_cast<std::int64_t>(random() % n); };
-    for (int round = 0; round < 60; ++round) {
+    for (int round = 0; round < 12; ++round) {
         std::vector<std::int32_t> items;
         std::vector<std::int64_t> offsets{0}, lengths, groups;
         const std::int64_t symbols = 1 + below(3), longest = 1 + below(12);

@@ -286,6 +286,14 @@ def test_ranks_of_a_large_step_have_equal_work() -> None:
     assert plan.critical_path(24_576).per_step <= 1.03
 
 
+def test_ranks_of_many_short_sequences_have_equal_work() -> None:
+    tokens = np.random.default_rng(0).integers(0, 32_000, 100_000, np.int32)
+    rules = {"num_ranks": 16, "max_tokens_per_rank": 820, "linear_cost_tokens": 24_576}
+    plan = plan_trees(tokens, offsets=np.arange(0, 100_001, 10), **rules)
+    assert plan.num_micro_batches == math.ceil(plan.trie_tokens / (16 * 820))
+    assert plan.critical_path(24_576).per_micro_batch <= 1.03
+
+
 # ---- Refusals
 
 

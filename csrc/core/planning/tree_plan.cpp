@@ -128,15 +128,19 @@ TreePlan plan_trees(Span<const std::int64_t> lengths, Span<const std::int64_t> s
               kMostPlaces, ": lower num_ranks or micro_batch_multiple, or raise ",
               "max_tokens_per_rank");
         // With free places, smaller trees balance better.
-        std::vector<std::int64_t> targets{cap};
         const std::int64_t mean = ceil_div(least, m * rules.num_ranks);
-        const std::int64_t smaller = std::max(longest, mean + mean / 16);
+        const std::int64_t slack = std::min(mean / 16, mean / 128 + longest);
+        const std::int64_t smaller = std::max(longest, mean + slack);
+        std::vector<std::int64_t> targets{cap};
         if (rules.num_ranks > 1 && smaller < cap - cap / 64) targets.push_back(smaller);
+        // Trees this full rarely exist in large steps; small steps need few moves.
+        const std::int64_t moves = mean > cap - cap / 32 ? kMoves / 8 : kMoves;
         std::vector<TreeSearch> found;
         for (const std::int64_t target : targets) {
+            if (!found.empty() && !found[0].waits()) break;
             TreeSearch search(forest, rules, m);
             search.assign(cut(forest, everything, target), target);
-            search.minimize(target, false, kMoves / 2);
+            search.minimize(target, false, moves);
             if (!search.fits(cap)) continue;
             search.arrange();
             search.minimize(cap, true, kMoves / 2);

@@ -238,6 +238,15 @@ Amount TreeSearch::added(const TreeBin& from, const Branch& branch, const TreeBi
     return sum + forest_.common(old, right) - forest_.common(merged, right);
 }
 
+TreeSearch::Entry TreeSearch::entry(const TreeBin& from, const Branch& branch,
+                                    const TreeBin& to) const {
+    const auto place = [&](std::int64_t member) {
+        return std::lower_bound(to.members.begin(), to.members.end(), from.members[member]) -
+               to.members.begin();
+    };
+    return {added(from, branch, to, nullptr), place(branch.begin) - 1, place(branch.end - 1)};
+}
+
 // ---- TreeSearch
 
 // Evaluates the move of every branch of a bin to another one; with `exchange`, also the exchange
@@ -246,19 +255,30 @@ void TreeSearch::evaluate(std::int64_t from, std::int64_t to, bool exchange, Mov
     const TreeBin &a = bins_[from], &b = bins_[to];
     const bool related = share_a_root(a, b);
     const std::int64_t num_others = exchange ? ssize(b.branches) : 0;
-    budget_ -= (ssize(a.branches) + 1) * (num_others + 1) * (related ? 8 : 1);
+    std::vector<Entry> gets;
+    budget_ -= (ssize(a.branches) + 1) * (num_others + 1);
+    const auto entry_of = [&](const TreeBin& source, const Branch& branch, const TreeBin& target) {
+        if (!related) return Entry{branch.alone, 0, -1};
+        const Entry found = entry(source, branch, target);
+        budget_ -= 8 + found.right - found.left;
+        return found;
+    };
+    for (std::int64_t j = 0; j < num_others; ++j) gets.push_back(entry_of(b, b.branches[j], a));
     for (std::int64_t i = 0; i < ssize(a.branches); ++i) {
         const Branch& give = a.branches[i];
+        const Entry gift = entry_of(a, give, b);
         const auto consider = [&](std::int64_t j, const Amount& more_a, const Amount& more_b) {
             const std::int64_t gain = gain_of(from, more_a, to, more_b);
             if (gain > best.gain) best = {gain, from, i, to, j};
         };
-        const Amount whole = related ? added(a, give, b, nullptr) : give.alone;
-        consider(kNone, Amount{} - give.freed, whole);
+        consider(kNone, Amount{} - give.freed, gift.whole);
         for (std::int64_t j = 0; j < num_others; ++j) {
             const Branch& get = b.branches[j];
-            const Amount there = related ? added(a, give, b, &get) : give.alone;
-            const Amount here = related ? added(b, get, a, &give) : get.alone;
+            const bool near = gift.touches(get), near_too = gets[j].touches(give);
+            const Amount there = near ? added(a, give, b, &get) : gift.whole;
+            const Amount here = near_too ? added(b, get, a, &give) : gets[j].whole;
+            if (near) budget_ -= 8 + gift.right - gift.left;
+            if (near_too) budget_ -= 8 + gets[j].right - gets[j].left;
             consider(j, here - give.freed, there - get.freed);
         }
     }
@@ -394,7 +414,7 @@ void TreeSearch::minimize(std::int64_t cap, bool balanced, std::int64_t budget) 
     if (fits(cap)) fitting = bins_;
     find_tops();
     // A small weight first: branches that leave a full bin should not repeat long prefixes.
-    for (above_weight_ = balanced ? kMostAbove : 2; above_weight_ < kMostAbove; above_weight_ *= 4)
+    for (above_weight_ = balanced ? kMostAbove : 2; above_weight_ < kMostAbove; above_weight_ *= 8)
         descend();
     descend();
     if (balanced) {

@@ -99,6 +99,13 @@ class TreeSearch {
         return std::all_of(bins_.begin(), bins_.end(),
                            [&](const TreeBin& bin) { return bin.sum.tokens <= cap; });
     }
+    // True if ranks wait for more than 1/32 of their time.
+    bool waits() const {
+        std::int64_t cost = 0, path = 0;
+        for (const TreeBin& bin : bins_) cost += bin.sum.cost;
+        for (const Top& top : tops_) path += top.cost[0];
+        return ranks_ * path - cost > cost / 32;
+    }
     const std::vector<TreeBin>& bins() const { return bins_; }
     std::int64_t objective() const {
         std::int64_t above = 0, tokens = 0, path = 0;
@@ -116,6 +123,13 @@ class TreeSearch {
     };
     struct Move {  // of a branch of bin `from`, for a branch of bin `to` or for none
         std::int64_t gain = 0, from = kNoSequence, give = 0, to = 0, get = kNoSequence;
+    };
+    // What a branch adds to a bin, and the members of the bin that decide it.
+    struct Entry {
+        Amount whole;
+        std::int64_t left, right;
+
+        bool touches(const Branch& other) const { return other.begin <= right && other.end > left; }
     };
 
     std::int64_t member_of(std::int64_t b) const {
@@ -145,6 +159,7 @@ class TreeSearch {
                            std::int64_t more_b) const;
     Amount added(const TreeBin& from, const Branch& branch, const TreeBin& to,
                  const Branch* without) const;
+    Entry entry(const TreeBin& from, const Branch& branch, const TreeBin& to) const;
     void apply(const Move& move);
     void change(std::int64_t b, std::vector<std::int32_t> members);
     void descend();
