@@ -700,8 +700,8 @@ teacher_overlap: the first new token of a window is predicted by the window befo
 
 megapack/attention/segmentwise.py: tests/attention/test_tree.py -k definition
 tree_masks: the mask of a node is aligned to the begin of its path
-- return bias[:, :, keys - rows : keys, :keys]
-+ return bias[:, :, :rows, :keys]
+- return bias[:, :, -rows:, -keys:]
++ return bias[:, :, -rows:, :keys]
 
 megapack/data/trees.py: tests/data/test_tree_batch.py
 tree_predecessors: the first token of a branch is predicted by the row before it

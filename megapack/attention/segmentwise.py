@@ -42,26 +42,29 @@ class Node(NamedTuple):
 def nodes(segments: TreeSegments, num_tokens: int, num_keys: int) -> list[Node]:
     """Return the nodes that are not empty. Raises ValueError if they do not cover the row, because
     some tokens would have no result, or if a path is shorter than its node."""
-    ends, path_ends = segments.cu_seqlens_q.tolist(), segments.cu_seqlens_k.tolist()
-    tree = segments.kv_index is not None
-    for name, values, last, of in (
-        ("cu_seqlens_q" if tree else "cu_seqlens", ends, num_tokens, "stream"),
-        ("cu_seqlens_k", path_ends, num_keys, "paths"),
-    ):
-        if [*values[:1], *values[-1:]] != [0, last] or values != sorted(values):
+    if segments.kv_index is None:
+        bounds = _bounds("cu_seqlens", segments.cu_seqlens_q, num_tokens, "stream")
+        return [Node(a, b, a, b) for a, b in bounds if b > a]
+    bounds = _bounds("cu_seqlens_q", segments.cu_seqlens_q, num_tokens, "stream")
+    paths = _bounds("cu_seqlens_k", segments.cu_seqlens_k, num_keys, "paths")
+    listed = [Node(*rows, *path) for rows, path in zip(bounds, paths, strict=True)]
+    for begin, end, path_begin, path_end in listed:
+        if path_end - path_begin < end - begin:
             raise ValueError(
-                f"{name} is {values!s:.80}; it must ascend from 0 to {last}, the tokens of "
-                f"the {of} (padding is a segment)"
+                f"the node of rows {begin} to {end} has a path of {path_end - path_begin} tokens; "
+                "a path includes its node"
             )
-    pairs = zip(itertools.pairwise(ends), itertools.pairwise(path_ends), strict=True)
-    listed = [Node(*rows, *path) for rows, path in pairs if rows[1] > rows[0]]
-    for node in listed:
-        if node.path_end - node.path_begin < node.end - node.begin:
-            raise ValueError(
-                f"the node of rows {node.begin} to {node.end} has a path of "
-                f"{node.path_end - node.path_begin} tokens; a path includes its node"
-            )
-    return listed
+    return [node for node in listed if node.end > node.begin]
+
+
+def _bounds(name: str, cu_seqlens: Tensor, last: int, of: str) -> Iterator[tuple[int, int]]:
+    ends = cu_seqlens.tolist()
+    if [*ends[:1], *ends[-1:]] != [0, last] or ends != sorted(ends):
+        raise ValueError(
+            f"{name} is {ends!s:.80}; it must ascend from 0 to {last}, the tokens of the {of} "
+            "(padding is a segment)"
+        )
+    return itertools.pairwise(ends)
 
 
 def formula_forward(
@@ -218,11 +221,12 @@ def _repeated(x: Tensor, num_heads: int) -> Tensor:
 
 
 def _bias(q: Tensor, segments: TreeSegments, rule: ScoreRule) -> Tensor | None:
-    """Return the bias of the longest path; see ``_mask``. None: no node needs one."""
+    """Return the bias of the longest node and path, both aligned to the end. None: no node needs
+    one."""
     if rule.alibi_slopes is None and not rule.window and segments.kv_index is None:
         return None
     position = torch.arange(segments.max_seqlen_k, device=q.device)
-    distance = position.unsqueeze(1) - position
+    distance = position[-segments.max_seqlen_q :].unsqueeze(1) - position
     # Never bfloat16: a distance of 1000 would be rounded to a multiple of 4.
     dtype = accumulator(q)
     if rule.alibi_slopes is None:
@@ -235,12 +239,12 @@ def _bias(q: Tensor, segments: TreeSegments, rule: ScoreRule) -> Tensor | None:
 
 
 def _mask(bias: Tensor | None, node: Node, rule: ScoreRule) -> Tensor | None:
-    """Return the part of the bias for a node: the last rows of its path. None: the kernel's causal
+    """Return the bias of a node, the last rows and columns of ``bias``. None: the kernel's causal
     mask is enough. That mask is aligned to the first key, so it only fits roots."""
     rows, keys = node.end - node.begin, node.path_end - node.path_begin
     if bias is None or (rows == keys and rule.alibi_slopes is None and not rule.window):
         return None
-    return bias[:, :, keys - rows : keys, :keys]
+    return bias[:, :, -rows:, -keys:]
 
 
 SDPA = Backend(

@@ -47,6 +47,7 @@ def separate() -> tuple[float, dict[str, torch.Tensor]]:
     return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.pages
 @pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (2, 0), (1, 3), (2, 3)])
 def test_ranks_train_on_trees_like_on_separate_rows(
     ranks: int,
