@@ -11,7 +11,9 @@ The package needs torch only: no other package, and no compiled extension.
 
 from __future__ import annotations
 
+from megapack.probe.boundaries import SegmentPlaces
 from megapack.probe.detector import probe
 from megapack.probe.report import Leak, LeakError, Report
+from megapack.probe.rows import check_rows
 
-__all__ = ["Leak", "LeakError", "Report", "probe"]
+__all__ = ["Leak", "LeakError", "Report", "SegmentPlaces", "check_rows", "probe"]

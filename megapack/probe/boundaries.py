@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +37,47 @@ LIKE_CU_SEQLENS = {"cu_seq_lens_k", "cu_seqlens_kv", "cu_seqlens_k"} | {
     name for name, form in FORMS.items() if form == "cu_seqlens"
 }
 LIKE_MAX = ("max_seqlen", "max_length_q", "max_length_k", "max_seqlen_q", "max_seqlen_kv")
+
+
+class SegmentPlaces(NamedTuple):
+    """Segments of a batch, including padding; int64 tensors with one entry per segment."""
+
+    begins: Tensor  # first token, counted over all rows
+    lengths: Tensor
+    padded_lengths: Tensor  # tokens from one begin to the next: length plus alignment padding
+
+    @staticmethod
+    def of(batch: Mapping[str, Any]) -> SegmentPlaces:
+        """Read ``cu_seqlens``, 1-D or one list per row, whose last value may repeat."""
+        ends = batch["cu_seqlens"]
+        return SegmentPlaces.between(
+            ends, batch.get("cu_seqlens_padded", ends), batch["tokens"].shape[1]
+        )
+
+    @staticmethod
+    def between(ends: Tensor, padded: Tensor, row: int) -> SegmentPlaces:
+        """Return the segments between ``ends``, at places between ``padded`` ends."""
+        ends, padded = ends.long().cpu(), padded.long().cpu()
+        if ends.dim() == 1:
+            ends, padded = ends[None], padded[None]
+        shift = torch.arange(len(ends)).view(-1, 1) * row
+        padded_lengths = padded.diff()
+        begins = padded[:, :-1] + shift
+        not_empty = padded_lengths > 0
+        return SegmentPlaces(begins[not_empty], ends.diff()[not_empty], padded_lengths[not_empty])
+
+    def positions(self) -> Tensor:
+        """Return the position of every token in its segment, int64 (tokens,)."""
+        first = self.begins.repeat_interleave(self.padded_lengths)
+        return torch.arange(len(first)) - first
+
+    def of_token(self, num_tokens: int) -> Tensor:
+        """Return the segment of every token, int64 (tokens,); -1 in alignment padding."""
+        of_token = torch.full((num_tokens,), -1)
+        inside = torch.cat([torch.arange(n) for n in self.lengths.tolist()])
+        numbers = torch.arange(len(self.lengths)).repeat_interleave(self.lengths)
+        of_token[self.begins.repeat_interleave(self.lengths) + inside] = numbers
+        return of_token
 
 
 @dataclass(frozen=True)
@@ -142,29 +183,17 @@ def _read(
         return _of_ids(value.long().reshape(rows, row))
     if form == "mask":
         return _of_mask(value, rows, row)
-    padded = batch.get("cu_seqlens_padded", batch.get("cu_seqlens_q_padded"))
+    ends = value.long()
     if form == "lengths":
-        lengths = begins = None
-        lengths = value.long().flatten()
-        begins = lengths.cumsum(0) - lengths
-    else:
-        ends = value.long()
-        places = ends if padded is None or "cu" not in name else padded.long().cpu()
-        shift = torch.arange(len(ends) if ends.dim() == 2 else 1).view(-1, 1) * row
-        lengths = ends.diff().flatten()
-        begins = (places.view(len(shift), -1)[:, :-1] + shift).flatten()
-    kept = lengths > 0
-    lengths, begins = lengths[kept], begins[kept]
-    if len(lengths) == 0 or int((begins + lengths).max()) > rows * row:
+        ends = torch.nn.functional.pad(ends.flatten().cumsum(0), (1, 0))
+    padded = batch.get("cu_seqlens_padded", batch.get("cu_seqlens_q_padded", ends))
+    segments = SegmentPlaces.between(ends, padded if form == "cu_seqlens" else ends, row)
+    if not len(segments.begins) or int((segments.begins + segments.lengths).max()) > rows * row:
         raise LeakError(
-            f"{name} has values up to {int(value.max()) if value.numel() else 'none'}, and does "
-            f"not fit {rows} x {row} tokens"
+            f"boundaries {value.tolist()} do not fit {rows} x {row} tokens; pass boundaries= "
+            "with cu_seqlens, position ids, document ids, lengths or a mask"
         )
-    of_token = torch.full((rows * row,), -1)
-    inside = torch.cat([torch.arange(n) for n in lengths.tolist()])
-    numbers = torch.arange(len(lengths)).repeat_interleave(lengths)
-    of_token[begins.repeat_interleave(lengths) + inside] = numbers
-    return of_token
+    return segments.of_token(rows * row)
 
 
 def _form_of(value: Tensor, rows: int, row: int) -> str:
@@ -230,7 +259,7 @@ def alone(batch: Mapping[str, Any], documents: Documents, places: Tensor) -> dic
             ends = torch.tensor([0, size], dtype=value.dtype, device=value.device)
             made[name] = ends if value.dim() == 1 else ends[None]
         elif name in LIKE_MAX:
-            made[name] = torch.full_like(value.flatten()[:1], size).reshape(value.shape[:0] or ())
+            made[name] = value.new_tensor(size).expand(value.shape[:1] and (1,))
         elif FORMS.get(name) == "lengths":
             made[name] = torch.full_like(value.flatten()[:1], size)
         elif FORMS.get(name) == "positions":

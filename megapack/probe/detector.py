@@ -1,32 +1,43 @@
 """``probe``: changes tokens of some documents and looks at the others.
 
     documents    | a a a a | b b b | c c c c c |     X: changed tokens
-    pass 1, 2    | a a a a | b b b | c c c c c |     equal up to rounding, or dropout is on
-    pass 3       | a a a a | X X X | c c c c c |     a and c must not change
-    pass 4       | X X X X | b b b | X X X X X |     b must not change
-    pass 5       | X X X X | b b b | c c c c c |     after a leak: which document leaks, and to where
+    pass 1       | a a a a | b b b | c c c c c |
+    pass 2       | a a a a | X X X | c c c c c |     a and c must not change
+    pass 3       | X X X X | b b b | X X X X X |     b must not change
+    pass 4       | a a a a | b b b | c c c c c |     equal up to rounding, or dropout is on
+    pass 5       | X X X X | b b b | c c c c c |     after a leak: from which document, and where to
     alone                            c c c c c       equal to c in its row
 
-Pass 2 also takes gradients: outputs of some documents must have none at tokens of the others.
+Pass 4 also takes gradients: outputs of some documents must have none at tokens of the others.
 """
 
 from __future__ import annotations
 
-import inspect
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from megapack.probe.boundaries import Documents, alone, read_documents, tokens_of
-from megapack.probe.layers import TOLERANCE, Call, Recorder, kind_of, names_of, per_token, reduce
-from megapack.probe.layers import tensors
+from megapack.probe.boundaries import Documents, alone, read_documents
+from megapack.probe.call import call_target, changed_batch, counted_ends, is_compiled, narrow_head
+from megapack.probe.layers import (
+    TOLERANCE,
+    Call,
+    Gradients,
+    Recorder,
+    kind_of,
+    names_of,
+    per_token,
+    reduce,
+    tensors,
+)
 from megapack.probe.report import Leak, LeakError, Report
 
-HEAD = 256  # logits per token that are computed
 ALONE = 3  # documents that also run alone
 
 
@@ -42,263 +53,407 @@ def probe(
 ) -> Report:
     """Return which documents of a batch depend on others, and where that begins.
 
-    Runs at most five forward passes of the batch and three of single documents. Random numbers and
-    buffers are restored. Raises LeakError if the probe cannot tell: no boundaries, one document,
-    outputs that are random, not finite, or do not depend on the tokens.
+    Runs at most five forward passes of the batch, and three of single documents. Restores random
+    states and buffers, and leaves gradients alone. If torch.distributed is initialized, all ranks
+    must call it; each gets the findings of all ranks. Raises LeakError if the probe cannot tell:
+    no boundaries, one document, outputs that are random, not finite or independent of the tokens.
 
     Args:
         target: module or function of the batch. Its output is a tensor of hidden states, logits or
-            losses per token, or contains such tensors.
-        batch: tensors, with tokens ``(rows, row)`` or ``(tokens,)``.
+            losses per token, or contains such tensors; None on a pipeline stage without output.
+        batch: tensors, with tokens ``(rows, row)`` or ``(tokens,)``. Ranks that share documents
+            have their own tokens and name the documents by ids.
         boundaries: name in the batch or value: cu_seqlens, positions that restart, ids, lengths or
             a mask; None: those that the batch has.
-        loss: maps output and batch to a loss, for gradients; None: random sums of the outputs.
+        loss: maps output and batch to a loss per token or of the batch, to check what it counts.
         gradients: whether to check gradients, too.
         tolerance: change that rounding explains, as a fraction of the change in documents whose
             tokens changed; None: by dtype.
         call: calls the target with a batch; None: ``target(**batch)`` for a module, with the
             arguments that it takes, else ``target(batch)``.
     """
-    return _Probe(target, batch, boundaries, loss, gradients, tolerance, call).report()
+    began = time.perf_counter()
+    run = Passes(target, batch, boundaries=boundaries, loss=loss, tolerance=tolerance, call=call)
+    leaks = run.leaks(gradients=gradients)
+    return Report(
+        leaks=tuple(leaks),
+        forwards=run.forwards,
+        seconds=time.perf_counter() - began,
+        noise=run.allowed,
+        documents=len(run.documents.numbers),
+        notes=tuple(run.notes),
+    )
 
 
-class _Run:
-    """Outputs and calls of one pass."""
+class Run:
+    """Outputs of one pass, reduced and as they were, and calls of modules."""
 
-    def __init__(self, outputs: list[Tensor], calls: list[Call]) -> None:
-        self.outputs, self.calls = outputs, calls
+    def __init__(self, raw: list[Tensor], calls: list[Call], documents: Documents) -> None:
+        self.raw = raw
+        found = [per_token(value, documents) for value in raw]
+        self.outputs = [reduce(value).cpu() for value in found if value is not None]
+        self.calls = calls
+        self.gradients: Gradients | None = None
+        self.loss: Tensor | None = None
+
+    def difference(self, other: Run, places: Tensor | None = None) -> Tensor:
+        """Return the largest difference of every token's outputs from those of ``other`` (at
+        ``places``)."""
+        theirs = other.outputs if places is None else [x[places] for x in other.outputs]
+        parts = [largest_change(a, b) for a, b in zip(self.outputs, theirs, strict=True)]
+        return torch.stack(parts).amax(dim=0) if parts else torch.zeros(0)
 
 
-class _Probe:
+# Changed tokens, bool (tokens,); the pass; tokens whose outputs may be compared.
+Change: TypeAlias = tuple[Tensor, Run, Tensor]
+
+
+class Passes:
+    """Forward passes of one batch, and what they show."""
+
     def __init__(
         self,
         target: Any,
         batch: Mapping[str, Any],
-        boundaries: Any,
-        loss: Any,
-        gradients: bool,
-        tolerance: float | None,
-        call: Any,
+        *,
+        boundaries: Any = None,
+        loss: Any = None,
+        tolerance: float | None = None,
+        call: Any = None,
+        name: str = "the target",
     ) -> None:
-        self.began = time.perf_counter()
+        self.name = name
         self.target, self.batch, self.loss = target, dict(batch), loss
-        self.call = call or _call
+        self.call = call or call_target
         self.documents = read_documents(batch, boundaries)
-        self.numbers = self.documents.numbers
-        if len(self.numbers) < 2:
-            raise LeakError(f"the batch has {len(self.numbers)} documents; a probe needs two")
+        self.of_token = self.documents.of_token
         self.recorder = Recorder(self.documents)
-        self.given_tolerance, self.gradients = tolerance, gradients
+        self.given_tolerance = tolerance
+        self.moved = self.allowed = 0.0
         self.forwards = 0
         self.notes: list[str] = []
 
-    def report(self) -> Report:
-        plain = self.run(self.batch)
-        again = self.run(self.batch, seed=1)
-        of_token = self.documents.of_token
-        leaks: list[Leak] = []
-        scale = [torch.zeros(())] * len(plain.outputs)
-        affected: dict[int, Tensor] = {}
-        changes = []
-        for parity in (1, 0):
-            changed = (of_token % 2 == parity) & (of_token >= 0)
-            changes.append((changed, self.run(self.changed(changed))))
-        moved = max(_largest(_difference(r.outputs, plain.outputs), c) for c, r in changes)
-        if moved == 0:
-            raise LeakError(
-                "outputs do not change when tokens change, so the probe cannot check anything"
-            )
-        noise = _largest(_difference(again.outputs, plain.outputs), of_token >= 0) / moved
-        allowed = max(self.tolerance, 4 * noise)
-        if noise > self.tolerance:
-            raise LeakError(
-                f"two equal passes differ by {noise:.2g} of a change, but rounding explains only "
-                f"{self.tolerance:.2g}: dropout or another random layer is on; call eval(), or set "
-                "its probability to 0"
-            )
-        for changed, run in changes:
-            leaks += self.leaks_of(plain, run, changed, moved, allowed)
-        if leaks and len(self.numbers) > 2:
-            leaks = self.single(plain, leaks, moved, allowed)
-        return Report(
-            leaks=tuple(leaks),
-            forwards=self.forwards,
-            seconds=time.perf_counter() - self.began,
-            noise=allowed,
-            documents=len(self.numbers),
-            notes=tuple(self.notes),
-        )
+    def leaks(self, *, gradients: bool) -> list[Leak]:
+        """Run all passes and return the leaks of all ranks."""
+        numbers = sorted({n for ranks in share(self.documents.numbers) for n in ranks})
+        if len(numbers) < 2:
+            raise LeakError(f"the batch has {len(numbers)} documents; the probe needs at least two")
+        with self.recorder.restored_buffers():
+            plain = self.run(self.batch)
+            changes = [
+                (changed, self.run(self.changed(changed)), changed | ~changed)
+                for changed in self.halves()
+            ]
+            again = self.run(self.batch, seed=1, gradients=gradients, eager=True)
+            self.measure(plain, changes, again)
+            # Compiled code calls no hooks: the eager pass shows where a leak begins.
+            found = self.found(plain, changes, again if is_compiled(self.target) else plain)
+            if not found and gradients:
+                found = merge(share(self.gradient_leaks(again)))
+            if not found and dist_size() == 1:
+                found = self.alone_leaks(plain)
+            return found + merge(share(self.counted_leaks(again)))
+
+    def halves(self) -> tuple[Tensor, Tensor]:
+        """Return the tokens of odd and of even documents, bool (tokens,)."""
+        real = self.of_token >= 0
+        return real & (self.of_token % 2 == 1), real & (self.of_token % 2 == 0)
 
     @property
-    def tolerance(self) -> float:
-        """Fraction of a change that rounding explains."""
-        if self.given_tolerance is not None:
-            return self.given_tolerance
-        return max(TOLERANCE.get(dtype, 1e-3) for dtype in self.recorder.dtypes or [torch.float32])
+    def rounding(self) -> float:
+        """Return the change of an output that rounding explains."""
+        return self.allowed * self.moved
 
     # ---- Passes
 
     def run(
-        self, batch: dict[str, Any], *, seed: int = 0, documents: Documents | None = None
-    ) -> _Run:
-        """Run the target without gradients."""
+        self,
+        batch: dict[str, Any],
+        *,
+        seed: int = 0,
+        gradients: bool = False,
+        eager: bool = False,
+        documents: Documents | None = None,
+    ) -> Run:
+        """Run the target once; ``eager``: without compiled code, so that hooks see all modules."""
         documents = documents or self.documents
         self.forwards += documents is self.documents
         devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-        with torch.random.fork_rng(devices), torch.no_grad(), _narrow_head(self.target):
+        compiled = is_compiled(self.target)
+        stance = torch.compiler.set_stance("force_eager") if compiled and eager else nullcontext()
+        no_sync = getattr(self.target, "no_sync", nullcontext) if gradients else nullcontext
+        head = nullcontext(batch) if compiled or self.loss else narrow_head(self.target, batch)
+        leaves = Gradients(documents) if gradients else None
+        with torch.random.fork_rng(devices), stance, no_sync(), head as given:
             torch.manual_seed(seed)
-            with self.recorder.calls(documents) as calls:
-                output = self.call(self.target, dict(batch))
-        outputs = []
-        for value in tensors(_fields(output)):
-            tokens = per_token(value, documents)
-            if tokens is not None:
-                self.recorder.dtypes.add(value.dtype)
-                outputs.append(reduce(tokens).cpu())
-        if not outputs:
-            raise LeakError(
-                f"the target returns no float tensor per token of {documents.rows} x "
-                f"{documents.row} tokens"
-            )
-        return _Run(outputs, calls)
+            with (
+                torch.set_grad_enabled(gradients),
+                self.recorder.calls(documents, leaves) as calls,
+            ):
+                output = self.call(self.target, dict(given))
+                loss = self.loss(output, given) if self.loss else getattr(output, "loss", None)
+        fields = [output] if loss is None or loss.dim() == 0 else [output, loss]
+        run = Run(list(tensors(fields)), calls, documents)
+        self.recorder.dtypes |= {value.dtype for value in run.raw}
+        run.gradients = leaves
+        run.loss = loss
+        if not gradients:
+            run.raw = []
+        return run
 
     def changed(self, changed: Tensor) -> dict[str, Any]:
-        """Return the batch with other tokens, and labels that follow them."""
-        name = tokens_of(self.batch)
-        tokens = self.batch[name]
-        where = changed.to(tokens.device)
-        if tokens.is_floating_point():
-            return {
-                **self.batch,
-                name: torch.where(where.view(*tokens.shape[:-1], 1), -tokens, tokens),
-            }
-        where = where.view_as(tokens)
-        return {**self.batch, name: torch.where(where, _other(tokens), tokens)}
+        """Return the batch with other tokens in the changed documents."""
+        return changed_batch(self.batch, changed)
+
+    def measure(self, plain: Run, changes: Sequence[Change], again: Run | None = None) -> None:
+        """Compare noise with changes. Raises LeakError on all ranks if nothing can be told."""
+        real = self.of_token >= 0
+        differences = [(changed, run.difference(plain)) for changed, run, _ in changes]
+        noise = (again or plain).difference(plain)
+        finite = all(bool((d.isfinite() | ~real[: len(d)]).all()) for _, d in differences)
+        facts = {
+            "moved": max(largest(d, changed) for changed, d in differences),
+            "noise": largest(noise, real),
+            "tolerance": max(
+                TOLERANCE.get(dtype, 1e-3) for dtype in self.recorder.dtypes or [None]
+            ),
+            "infinite": not finite,
+            "outputs": len(plain.outputs),
+        }
+        every = share([facts])
+        worst = {name: max(rank[0][name] for rank in every) for name in facts}
+        if not worst["outputs"]:
+            raise LeakError(
+                f"{self.name} returns no float tensor of {self.documents.rows} x "
+                f"{self.documents.row} tokens, so there is nothing to compare"
+            )
+        if worst["infinite"]:
+            raise LeakError(
+                f"{self.name} gives outputs that are not finite; check its weights and precision"
+            )
+        if worst["moved"] == 0:
+            raise LeakError(
+                f"{self.name} gives the same outputs when tokens change: they do not depend on the "
+                "batch that the probe passes, so it cannot check anything"
+            )
+        tolerance = self.given_tolerance or worst["tolerance"]
+        noise_fraction = worst["noise"] / worst["moved"]
+        if noise_fraction > tolerance:
+            raise LeakError(
+                f"two equal passes differ by {noise_fraction:.2g} of a change, but rounding "
+                f"explains only {tolerance:.2g}: dropout or another random layer is on. Call eval()"
+                ", or set its probability to 0"
+            )
+        self.moved, self.allowed = worst["moved"], max(tolerance, 4 * noise_fraction)
+        # Ranks of a pipeline: those without outputs are earlier stages.
+        self.is_pipeline = any(rank[0]["outputs"] == 0 for rank in every)
 
     # ---- Findings
 
-    def leaks_of(
-        self, plain: _Run, run: _Run, changed: Tensor, moved: float, allowed: float
-    ) -> list[Leak]:
-        """Return the leaks from changed documents into the others, one per document."""
-        of_token = self.documents.of_token
-        difference = _difference(run.outputs, plain.outputs) / moved
-        if not bool((difference.isfinite() | (of_token < 0)).all()):
-            raise LeakError("outputs are not finite; check weights and precision")
-        leaking = (difference > allowed) & ~changed & (of_token >= 0)
-        if not leaking.any():
+    def found(self, plain: Run, changes: Sequence[Change], base: Run | None = None) -> list[Leak]:
+        """Return the leaks of all ranks. After one, change only the document from which it may
+        come, for exact sources, and compare with ``base``."""
+        base = base or plain
+        every = merge(share([x for change in changes for x in self.affected(plain, *change)]))
+        if not every:
             return []
-        module, layer = self.origin(plain, run, changed, allowed)
-        sources = of_token[changed].unique().tolist()
+        changed = self.of_token == every[0].from_document
+        run = self.run(self.changed(changed), eager=base is not plain)
+        exact = merge(share(self.affected(base, changed, run, changed | ~changed)))
+        reached = {leak.to_document for leak in exact}
+        rest = [leak for leak in every if leak.to_document not in reached]
+        if exact:
+            where = {"layer": exact[0].layer, "kind": exact[0].kind}
+            rest = [leak if leak.layer is not None else replace(leak, **where) for leak in rest]
+        return sorted(exact + rest, key=lambda leak: (leak.to_document, leak.rank or 0))
+
+    def affected(self, plain: Run, changed: Tensor, run: Run, same: Tensor) -> list[Leak]:
+        """Return one leak per document that changes, at ``same`` tokens, though its tokens do
+        not."""
+        module, layer = self.origin(plain, run, changed)
+        if not plain.outputs:  # a pipeline stage: it knows the layer, the last one the size
+            return [] if layer is None else [self.leak(module, layer, -1, -1, 0, 0.0)]
+        difference = run.difference(plain) / self.moved
+        leaking = (difference > self.allowed) & ~changed & same & (self.of_token >= 0)
+        sources = self.of_token[changed].unique().tolist()
         leaks = []
-        for number in of_token[leaking].unique().tolist():
-            places = (leaking & (of_token == number)).nonzero()[:, 0]
+        for number in self.of_token[leaking].unique().tolist():
+            places = (leaking & (self.of_token == number)).nonzero()[:, 0]
             earlier = [n for n in sources if n < number]
-            forward = bool(earlier)
-            leaks.append(
-                Leak(
-                    kind=kind_of(module, layer or "", alone=False),
-                    from_document=earlier[-1] if forward else min(n for n in sources if n > number),
-                    to_document=number,
-                    direction="forward" if forward else "backward",
-                    first_position=int(places[0]),
-                    size=float(difference[places].max()),
-                    noise=allowed,
-                    layer=layer,
-                )
-            )
+            later = [n for n in sources if n > number]
+            # The last tokens alone: their labels or targets are of the next document.
+            last = int(self.documents.places(number)[-1])
+            at_end = later and int(places[0]) > last - 8 and len(self.documents.places(number)) > 8
+            source = min(later) if at_end or not earlier else earlier[-1]
+            size = float(difference[places].max())
+            leaks.append(self.leak(module, layer, source, number, int(places[0]), size))
         return leaks
 
-    def single(self, plain: _Run, leaks: list[Leak], moved: float, allowed: float) -> list[Leak]:
-        """Change only one document, from which the first leak may come."""
-        first = leaks[0]
-        source = first.from_document
-        changed = self.documents.of_token == source
-        exact = self.leaks_of(plain, self.run(self.changed(changed)), changed, moved, allowed)
-        reached = {leak.to_document for leak in exact}
-        return exact + [leak for leak in leaks if leak.to_document not in reached]
+    def leak(
+        self,
+        module: nn.Module | None,
+        layer: str | None,
+        source: int | None,
+        to: int,
+        position: int,
+        size: float,
+        kind: str | None = None,
+    ) -> Leak:
+        """Return a leak of this rank."""
+        forward = source is None or source < to
+        rank = dist.get_rank() if dist_size() > 1 else None
+        kind = kind or kind_of(module, layer, alone=source is None, forward=forward)
+        return Leak(
+            kind=kind,  # type: ignore[arg-type]
+            from_document=source,
+            to_document=to,
+            direction="forward" if forward else "backward",
+            first_position=position,
+            size=size,
+            noise=self.allowed,
+            layer=layer,
+            rank=rank,
+            stage=rank if self.is_pipeline else None,
+        )
 
-    def origin(
-        self, plain: _Run, run: _Run, changed: Tensor, allowed: float
-    ) -> tuple[nn.Module | None, str | None]:
+    def origin(self, plain: Run, run: Run, changed: Tensor) -> tuple[nn.Module | None, str | None]:
         """Return the first module whose outputs leak while its inputs do not."""
-        names = names_of(self.target, plain.calls)
-        kept = ~changed & (self.documents.of_token >= 0)
+        kept = ~changed & (self.of_token >= 0)
 
-        def leaks(ours: list[Tensor], theirs: list[Tensor]) -> bool:
-            for a, b in zip(ours, theirs, strict=True):
-                difference = _difference([a.cpu()], [b.cpu()])
-                largest = _largest(difference, changed)
-                if _largest(difference, kept) > allowed * (largest or float(b.abs().max())):
+        def leak(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+            for a, b in zip(ours, theirs, strict=False):
+                difference = largest_change(a.cpu(), b.cpu())
+                scale = largest(difference, changed) or float(b.abs().max())
+                if largest(difference, kept) > self.allowed * scale:
                     return True
             return False
 
-        if len(plain.calls) != len(run.calls):
-            return None, None
-        for before, after in zip(plain.calls, run.calls, strict=True):
-            if leaks(after.outputs, before.outputs) and not leaks(after.inputs, before.inputs):
-                return after.module, names.get(id(after.module), type(after.module).__name__)
+        return self.first(plain.calls, run.calls, leak)
+
+    def first(self, before: list[Call], after: list[Call], leak: Any) -> Any:
+        """Return the first module, and its name, whose outputs leak while its inputs do not."""
+        known = {call.key: call for call in before}  # an expert without tokens is not called
+        for call in after:
+            plain = known.get(call.key)
+            if plain and leak(call.outputs, plain.outputs) and not leak(call.inputs, plain.inputs):
+                names = names_of(self.target, before)
+                return call.module, names.get(id(call.module), type(call.module).__name__)
         return None, None
 
+    def alone_leaks(self, plain: Run) -> list[Leak]:
+        """Compare documents alone with the same ones in their row: the shortest, the longest, and
+        the first that does not begin a row."""
+        numbers = sorted(self.documents.numbers, key=lambda n: len(self.documents.places(n)))
+        inner = [n for n in numbers if int(self.documents.places(n)[0]) % self.documents.row]
+        leaks = []
+        for number in dict.fromkeys([numbers[0], numbers[-1], *inner[:1]]):
+            places = self.documents.places(number)
+            one = Documents(torch.zeros(len(places), dtype=torch.int64), 1, len(places))
+            try:
+                run = self.run(alone(self.batch, self.documents, places), documents=one)
+                difference = run.difference(plain, places) / self.moved
+            except Exception as error:
+                self.notes.append(
+                    f"documents alone are not compared: {type(error).__name__}: {error}"
+                )
+                break
+            leaking = (difference > self.allowed).nonzero()[:, 0]
+            if not len(leaking):
+                continue
 
-def _difference(ours: list[Tensor], theirs: list[Tensor]) -> Tensor:
+            def leak(ours: list[Tensor], theirs: list[Tensor], places: Tensor = places) -> bool:
+                return any(
+                    float((a.cpu() - b.cpu()[places]).abs().max())
+                    > self.allowed * float(b.abs().max())
+                    for a, b in zip(ours, theirs, strict=False)
+                )
+
+            module, layer = self.first(plain.calls, run.calls, leak)
+            position, size = int(places[leaking[0]]), float(difference.max())
+            leaks.append(self.leak(module, layer, None, number, position, size))
+        return leaks
+
+    def gradient_leaks(self, again: Run) -> list[Leak]:
+        """Return leaks of the backward pass alone."""
+        assert again.gradients is not None
+        outputs = [
+            tokens
+            for value in again.raw
+            if value.requires_grad and (tokens := per_token(value, self.documents)) is not None
+        ]
+        leaks = []
+        for parity in (0, 1):
+            own = (self.of_token >= 0) & (self.of_token % 2 == parity)
+            other = (self.of_token >= 0) & ~own
+            try:
+                size, places, module = again.gradients.backward(outputs, own, other, self.allowed)
+            except Exception as error:
+                self.notes.append(f"gradients are not checked: {type(error).__name__}: {error}")
+                return []
+            if len(places):
+                # The gradient of a document's outputs reaches another document's tokens.
+                source = int(self.of_token[places[0]])
+                to = min((n for n in self.of_token[own].tolist() if n > source), default=None)
+                to = int(self.of_token[own][-1]) if to is None else to
+                layer = names_of(self.target, again.calls).get(id(module)) if module else None
+                position = int(self.documents.places(to)[0])
+                leaks.append(self.leak(None, layer, source, to, position, size, kind="gradient"))
+        return leaks
+
+    def counted_leaks(self, again: Run) -> list[Leak]:
+        """Return leaks of a loss that counts labels of another document."""
+        wrong = counted_ends(self.batch, self.documents, again)
+        return [
+            self.leak(
+                None,
+                None,
+                int(self.of_token[place + 1]),
+                int(self.of_token[place]),
+                place,
+                1.0,
+                kind="loss_mask",
+            )
+            for place in wrong
+        ]
+
+
+# ---- Numbers
+
+
+def largest_change(ours: Tensor, theirs: Tensor) -> Tensor:
     """Return the largest difference of every token, (tokens,)."""
-    parts = [
-        (a - b).masked_fill(a == b, 0).abs().amax(dim=1) for a, b in zip(ours, theirs, strict=True)
-    ]
-    return torch.stack(parts).amax(dim=0)
+    return (ours - theirs).masked_fill(ours == theirs, 0).abs().amax(dim=1)
 
 
-def _largest(difference: Tensor, where: Tensor) -> float:
-    return float(difference[where].max()) if where.any() else 0.0
+def largest(difference: Tensor, where: Tensor) -> float:
+    """Return the largest entry at ``where``; 0 if there is none."""
+    return float(difference[where].max()) if len(difference) and bool(where.any()) else 0.0
 
 
-def _other(tokens: Tensor) -> Tensor:
-    """Return a different id for each token, within the range of ids that occur (plus a neighbor if
-    only one occurs)."""
-    low, high = int(tokens.min()), int(tokens.max())
-    if low == high:
-        low, high = (0, 1) if low <= 1 else (low - 1, low)
-    return low + (tokens - low + 1) % (high - low + 1)
+# ---- Ranks
 
 
-def _call(target: Any, batch: dict[str, Any]) -> Any:
-    """Call a module with the arguments that it takes, or a function with the batch."""
-    if not isinstance(target, nn.Module):
-        return target(batch)
-    inner = getattr(target, "module", getattr(target, "_orig_mod", target))
-    takes = inspect.signature(inner.forward).parameters
-    if not any(p.kind is p.VAR_KEYWORD for p in takes.values()):
-        batch = {name: value for name, value in batch.items() if name in takes}
-    return target(**batch)
+def dist_size() -> int:
+    """Return the number of ranks."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def _fields(output: Any) -> Any:
-    """Return what an output contains: a ModelOutput is a mapping, other objects have attributes."""
-    if isinstance(output, Tensor | dict | list | tuple):
-        return output
-    return [
-        getattr(output, name)
-        for name in ("logits", "last_hidden_state", "losses")
-        if hasattr(output, name)
-    ]
+def share(value: list[Any]) -> list[list[Any]]:
+    """Return the lists of all ranks."""
+    if dist_size() == 1:
+        return [value]
+    every: list[Any] = [None] * dist_size()
+    dist.all_gather_object(every, value)
+    return every
 
 
-@contextmanager
-def _narrow_head(target: Any) -> Iterator[None]:
-    """Let the head of a language model compute only its first logits."""
-    get = getattr(target, "get_output_embeddings", None)
-    head = get() if callable(get) else None
-    if type(head) is not nn.Linear or head.out_features <= HEAD:
-        yield
-        return
-
-    def forward(x: Tensor) -> Tensor:
-        bias = None if head.bias is None else head.bias[:HEAD]
-        return nn.functional.linear(x, head.weight[:HEAD], bias)
-
-    head.forward = forward  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del head.forward
+def merge(ranks: list[list[Leak]]) -> list[Leak]:
+    """Join the leaks of all ranks; a pipeline's last stage gets the layer from an earlier one."""
+    every = [leak for leaks in ranks for leak in leaks]
+    layers = [leak for leak in every if leak.to_document < 0]
+    real = [leak for leak in every if leak.to_document >= 0]
+    if layers:
+        first = layers[0]
+        where = {name: getattr(first, name) for name in ("layer", "kind", "rank", "stage")}
+        real = [replace(leak, **where) for leak in real]
+    return real

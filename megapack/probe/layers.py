@@ -14,26 +14,34 @@ Hooks see all modules, also those that a plain function calls.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 
 from megapack.probe.boundaries import Documents
 
 WIDTH = 4  # numbers per token
+_INTEGERS = (torch.int32, torch.int64)
 
 # Outputs at unchanged tokens may differ by this fraction of the largest difference at changed
 # tokens, because a mixture of experts may sum in another order, and half precision rounds.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.01, torch.bfloat16: 0.05}
 
 
-def per_token(value: Any, documents: Documents) -> Tensor | None:
+def per_token(value: Tensor, documents: Documents, *, integers: bool = False) -> Tensor | None:
     """Return a float tensor as ``(tokens, anything)``; None if it has no dimension of tokens."""
-    if not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() == 0:
+    if value.dim() == 0 or not (
+        value.is_floating_point() or (integers and value.dtype in _INTEGERS)
+    ):
         return None
     rows, row, shape = documents.rows, documents.row, value.shape
     if shape[:2] == (rows, row):
@@ -72,22 +80,31 @@ _SIGNS: dict[tuple[int, torch.device], Tensor] = {}
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of nested lists, tuples and mappings."""
+    """Yield the tensors of nested lists, tuples, mappings and outputs with attributes."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, dict):
+    elif isinstance(value, Mapping):
         for part in value.values():
             yield from tensors(part)
     elif isinstance(value, list | tuple):
         for part in value:
             yield from tensors(part)
+    elif hasattr(value, "logits"):
+        yield from tensors([part for part in vars(value).values() if isinstance(part, Tensor)])
 
 
-class Call:
-    """One call of a module: its tensors, reduced."""
+class Call(NamedTuple):
+    """One call of a module, and its tensors, reduced."""
 
-    def __init__(self, module: nn.Module, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        self.module, self.inputs, self.outputs = module, inputs, outputs
+    module: nn.Module
+    number: int  # calls of the module before it in the pass
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Identify the call in another pass."""
+        return id(self.module), self.number
 
 
 class Recorder:
@@ -96,43 +113,144 @@ class Recorder:
     def __init__(self, documents: Documents) -> None:
         self.documents = documents
         self.dtypes: set[torch.dtype] = set()
-        self.buffers: dict[int, tuple[Tensor, Tensor]] = {}
 
     @contextmanager
-    def calls(self, documents: Documents | None = None) -> Iterator[list[Call]]:
-        """Record all calls of modules inside the ``with``."""
-        documents = documents or self.documents
-        found: list[Call] = []
-        reduced: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+    def restored_buffers(self) -> Iterator[None]:
+        """Restore the buffers of all modules that run, such as token counts of experts."""
+        saved: dict[int, tuple[nn.Module, dict[str, Any], dict[str, Tensor]]] = {}
 
-        def small(values: Iterable[Tensor]) -> list[Tensor]:
+        def save(module: nn.Module, inputs: Any) -> None:
+            del inputs
+            if module._buffers and id(module) not in saved and not torch.compiler.is_compiling():
+                copies = {
+                    k: v.detach().clone() for k, v in module._buffers.items() if v is not None
+                }
+                saved[id(module)] = (module, dict(module._buffers), copies)
+
+        hook = register_module_forward_pre_hook(save)
+        try:
+            yield
+        finally:
+            hook.remove()
+            with torch.no_grad():
+                for module, buffers, copies in saved.values():
+                    module._buffers.update(buffers)
+                    for name, copy in copies.items():
+                        if not torch.equal(buffers[name], copy):
+                            buffers[name].copy_(copy)
+
+    @contextmanager
+    def calls(
+        self, documents: Documents, gradients: Gradients | None = None
+    ) -> Iterator[list[Call]]:
+        """Record all calls of modules inside the ``with``."""
+        found: list[Call] = []
+        numbers: Counter[int] = Counter()
+        active = True
+
+        def small(value: Any) -> list[Tensor]:
             kept = []
-            for value in values:
-                key = (id(value), value._version)
-                if key not in reduced:
-                    tokens = per_token(value, documents)
-                    if tokens is None:
-                        continue
-                    self.dtypes.add(value.dtype)
-                    reduced[key] = (value if value.dim() < 2 else tokens[:0], reduce(tokens))
-                kept.append(reduced[key][1])
+            for tensor in tensors(value):
+                self.dtypes.add(tensor.dtype)
+                tokens = per_token(tensor, documents, integers=True)
+                if tokens is not None:
+                    kept.append(reduce(tokens))
             return kept
 
         def keep(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if torch.compiler.is_compiling() or not active:
-                return
-            reduced.clear()  # an id is unique only while its tensor lives
-            outputs = small(tensors(output if not hasattr(output, "to_tuple") else dict(output)))
-            if outputs:
-                found.append(Call(module, small(tensors([args, kwargs])), outputs))
+            if active and not torch.compiler.is_compiling() and (outputs := small(output)):
+                found.append(Call(module, numbers[id(module)], small([args, kwargs]), outputs))
+                numbers[id(module)] += 1
+                if gradients is not None:
+                    gradients.follow(module, [args, kwargs], output)
 
-        active = True
         hook = register_module_forward_hook(keep, with_kwargs=True)
         try:
             yield found
         finally:
-            active = False
+            active = False  # recomputation of checkpoints calls modules again
             hook.remove()
+
+
+class Gradients:
+    """Gradients at embeddings and at all modules' tensors, for two sets of documents.
+
+    A module mixes documents in its backward pass first if gradients leak at its inputs and not at
+    its outputs.
+    """
+
+    def __init__(self, documents: Documents) -> None:
+        self.documents = documents
+        self.leaves: list[Tensor] = []
+        self.calls: list[tuple[nn.Module, list[int], list[int]]] = []
+        self.keys: dict[int, int] = {}
+        self.alive: list[Any] = []
+        self.seen: dict[int, tuple[float, float]] = {}
+        self.sets: tuple[Tensor, Tensor] | None = None
+
+    def follow(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        """Watch the gradients of a call; tensors that come from ids alone become leaves."""
+        sources = [x for x in tensors(inputs) if per_token(x, self.documents) is not None]
+        for value in tensors(outputs):
+            if not sources and per_token(value, self.documents) is not None:
+                if not value.requires_grad:
+                    value.requires_grad_()
+                self.leaves.append(value)
+        self.calls.append((module, self._watch(inputs), self._watch(outputs)))
+
+    def _watch(self, values: Any) -> list[int]:
+        keys = []
+        for value in tensors(values):
+            if value.requires_grad and per_token(value, self.documents) is not None:
+                key = self.keys.get(id(value))
+                if key is None:
+                    key = self.keys[id(value)] = len(self.alive)
+                    self.alive.append(value)
+                    value.register_hook(partial(self._see, key))
+                keys.append(key)
+        return keys
+
+    def _see(self, key: int, gradient: Tensor) -> None:
+        tokens = per_token(gradient, self.documents)
+        if tokens is not None and self.sets is not None:
+            size = tokens.detach().abs().amax(dim=1)
+            own, other = (size[where.to(size.device)] for where in self.sets)
+            self.seen[key] = (float(own.max()), float(other.max()))
+
+    def backward(
+        self, outputs: list[Tensor], own: Tensor, other: Tensor, allowed: float
+    ) -> tuple[float, Tensor, nn.Module | None]:
+        """Take the gradient of the outputs at ``own`` tokens; return the largest at ``other``
+        tokens relative to that at own ones, the tokens where it leaks, and the module."""
+        self.sets, self.seen = (own, other), {}
+        generator = torch.Generator().manual_seed(0)
+        total: Any = 0
+        for value in outputs:
+            weight = torch.randn(value.shape[1], generator=generator).to(value.device)
+            total = total + (value.float() @ weight)[own.to(value.device)].sum()
+        grads = torch.autograd.grad(total, self.leaves, retain_graph=True, allow_unused=True)
+        size = torch.zeros(len(own))
+        for grad in grads:
+            tokens = None if grad is None else per_token(grad, self.documents)
+            if tokens is not None:
+                size = size.maximum(tokens.float().abs().amax(dim=1).cpu())
+        scale = float(size[own].max())
+        leaking = (size > allowed * scale) & other
+        module = None
+        if leaking.any():
+            module = next(
+                (
+                    m
+                    for m, i, o in self.calls
+                    if self._leaks(i, allowed) and not self._leaks(o, allowed)
+                ),
+                None,
+            )
+        return float(size[other].max()) / (scale or 1), leaking.nonzero()[:, 0], module
+
+    def _leaks(self, keys: list[int], allowed: float) -> bool:
+        seen = [self.seen[key] for key in keys if key in self.seen]
+        return any(other > allowed * own for own, other in seen)
 
 
 def names_of(target: Any, calls: Iterable[Call]) -> dict[int, str]:
@@ -167,19 +285,25 @@ _NAMES = (
 )
 
 
-def kind_of(module: nn.Module | None, name: str, *, alone: bool) -> str:
+def kind_of(module: nn.Module | None, name: str | None, *, alone: bool, forward: bool) -> str:
     """Return the kind of a leak that begins in a module.
 
     Args:
+        name: qualified name; None: no module leaks, so the loss does.
         alone: the document differs from itself alone, without a change of another document.
+        forward: from an earlier document to a later one.
     """
+    if module is None or name is None:
+        return "position_ids" if alone else "attention_mask" if forward else "loss_mask"
     words = f"{type(module).__name__} {name.rpartition('.')[2]}".lower()
     if alone and re.search(r"rotary|rope|embed|position|wpe", words):
         return "position_ids"
+    if not forward and re.search(_NAMES[0][1], name.lower()):
+        return "mtp"
     for kind, pattern in _NAMES:
         if re.search(pattern, words):
             return kind
-    children = " ".join(name for name, _ in module.named_modules()).lower() if module else ""
+    children = " ".join(name for name, _ in module.named_modules()).lower()
     for kind, pattern in (
         ("attention_mask", r"q_proj|qkv|query|attn|attention"),
         ("expert_capacity", r"expert|router"),
@@ -187,4 +311,4 @@ def kind_of(module: nn.Module | None, name: str, *, alone: bool) -> str:
     ):
         if re.search(pattern, children):
             return kind
-    return "row_statistics" if module is not None and not children.strip() else "attention_mask"
+    return "row_statistics" if not children.strip() else "attention_mask"

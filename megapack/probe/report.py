@@ -24,7 +24,7 @@ Kind: TypeAlias = Literal[
 ]
 
 CAUSES: dict[str, str] = {
-    "attention_mask": "attention crosses document boundaries",
+    "attention_mask": "attention crosses documents: check its backend and the boundaries it gets",
     "position_ids": "positions depend on other documents or on the place in the row",
     "recurrent_state": "the recurrent state is not reset at a boundary",
     "convolution": "the causal convolution reads tokens of the previous document",
