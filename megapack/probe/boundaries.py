@@ -121,9 +121,9 @@ def read_documents(batch: Mapping[str, Any], boundaries: Any = None) -> Document
     if isinstance(boundaries, str):
         if boundaries not in batch:
             raise LeakError(f"the batch has no {boundaries!r}; it has {sorted(batch)}")
-        of_token = _read(batch[boundaries], FORMS.get(boundaries), rows, row, batch, boundaries)
+        of_token = _read(batch[boundaries], FORMS.get(boundaries), rows, row, batch)
     elif boundaries is not None:
-        of_token = _read(boundaries, None, rows, row, batch, "boundaries")
+        of_token = _read(boundaries, None, rows, row, batch)
     else:
         of_token = _inferred(batch, rows, row)
     attention = batch.get("attention_mask")
@@ -138,7 +138,7 @@ def _inferred(batch: Mapping[str, Any], rows: int, row: int) -> Tensor:
         value = batch.get(name)
         is_plain = name == "attention_mask" and isinstance(value, Tensor) and _is_plain(value)
         if value is not None and not is_plain:
-            found[name] = _read(value, form, rows, row, batch, name)
+            found[name] = _read(value, form, rows, row, batch)
     counts = {name: len(of_token.unique()) for name, of_token in found.items()}
     # Positions that never restart say nothing about documents.
     several = {name: found[name] for name, count in counts.items() if count > rows} or found
@@ -165,9 +165,7 @@ def _is_plain(mask: Tensor) -> bool:
     return mask.dim() == 2 and (mask.dtype == torch.bool or int(mask.max()) <= 1)
 
 
-def _read(
-    value: Any, form: str | None, rows: int, row: int, batch: Mapping[str, Any], name: str
-) -> Tensor:
+def _read(value: Any, form: str | None, rows: int, row: int, batch: Mapping[str, Any]) -> Tensor:
     """Return the document of every token."""
     if isinstance(value, Sequence) and value and isinstance(value[0], Sequence | Tensor):
         value = torch.tensor([int(x) for part in value for x in part])  # lengths per row

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from megapack.probe.boundaries import Documents, alone, read_documents
 from megapack.probe.call import call_target, changed_batch, counted_ends, is_compiled, narrow_head
@@ -90,7 +90,7 @@ class Run:
 
     def __init__(self, raw: list[Tensor], calls: list[Call], documents: Documents) -> None:
         self.raw = raw
-        found = [per_token(value, documents) for value in raw]
+        found = [per_token(value, documents) for value in raw if value.is_floating_point()]
         self.outputs = [reduce(value).cpu() for value in found if value is not None]
         self.calls = calls
         self.gradients: Gradients | None = None
@@ -132,6 +132,7 @@ class Passes:
         self.moved = self.allowed = 0.0
         self.forwards = 0
         self.notes: list[str] = []
+        self.calls: list[Call] = []
 
     def leaks(self, *, gradients: bool) -> list[Leak]:
         """Run all passes and return the leaks of all ranks."""
@@ -152,7 +153,9 @@ class Passes:
                 found = merge(share(self.gradient_leaks(again)))
             if not found and dist_size() == 1:
                 found = self.alone_leaks(plain)
-            return found + merge(share(self.counted_leaks(again)))
+            if not any(leak.kind == "loss_mask" for leak in found):
+                found += merge(share(self.counted_leaks(again)))
+            return found
 
     def halves(self) -> tuple[Tensor, Tensor]:
         """Return the tokens of odd and of even documents, bool (tokens,)."""
@@ -270,9 +273,9 @@ class Passes:
     def affected(self, plain: Run, changed: Tensor, run: Run, same: Tensor) -> list[Leak]:
         """Return one leak per document that changes, at ``same`` tokens, though its tokens do
         not."""
-        module, layer = self.origin(plain, run, changed)
+        call = self.origin(plain, run, changed)
         if not plain.outputs:  # a pipeline stage: it knows the layer, the last one the size
-            return [] if layer is None else [self.leak(module, layer, -1, -1, 0, 0.0)]
+            return [] if call is None else [self.leak(call, -1, -1, 0, 0.0)]
         difference = run.difference(plain) / self.moved
         leaking = (difference > self.allowed) & ~changed & same & (self.of_token >= 0)
         sources = self.of_token[changed].unique().tolist()
@@ -286,38 +289,41 @@ class Passes:
             at_end = later and int(places[0]) > last - 8 and len(self.documents.places(number)) > 8
             source = min(later) if at_end or not earlier else earlier[-1]
             size = float(difference[places].max())
-            leaks.append(self.leak(module, layer, source, number, int(places[0]), size))
+            leaks.append(self.leak(call, source, number, int(places[0]), size))
         return leaks
 
     def leak(
         self,
-        module: nn.Module | None,
-        layer: str | None,
+        call: Call | None,
         source: int | None,
         to: int,
         position: int,
         size: float,
-        kind: str | None = None,
+        **given: Any,
     ) -> Leak:
-        """Return a leak of this rank."""
+        """Return a leak of this rank that begins in a call of a module."""
+        layer = None
+        if call is not None:
+            layer = names_of(self.target, self.calls).get(id(call.module), "")
         forward = source is None or source < to
         rank = dist.get_rank() if dist_size() > 1 else None
-        kind = kind or kind_of(module, layer, alone=source is None, forward=forward)
-        return Leak(
-            kind=kind,  # type: ignore[arg-type]
-            from_document=source,
-            to_document=to,
-            direction="forward" if forward else "backward",
-            first_position=position,
-            size=size,
-            noise=self.allowed,
-            layer=layer,
-            rank=rank,
-            stage=rank if self.is_pipeline else None,
-        )
+        values = {
+            "kind": given.get("kind")
+            or kind_of(call, layer or "", alone=source is None, forward=forward),
+            "from_document": source,
+            "to_document": to,
+            "direction": "forward" if forward else "backward",
+            "first_position": position,
+            "size": size,
+            "noise": self.allowed,
+            "layer": layer,
+            "rank": rank,
+            "stage": rank if self.is_pipeline else None,
+        }
+        return Leak(**values)  # type: ignore[arg-type]
 
-    def origin(self, plain: Run, run: Run, changed: Tensor) -> tuple[nn.Module | None, str | None]:
-        """Return the first module whose outputs leak while its inputs do not."""
+    def origin(self, plain: Run, run: Run, changed: Tensor) -> Call | None:
+        """Return the first call of a module whose outputs leak while its inputs do not."""
         kept = ~changed & (self.of_token >= 0)
 
         def leak(ours: list[Tensor], theirs: list[Tensor]) -> bool:
@@ -328,17 +334,18 @@ class Passes:
                     return True
             return False
 
-        return self.first(plain.calls, run.calls, leak)
+        def begins(ours: Call, theirs: Call) -> bool:
+            inputs = ours.inputs + ours.ids, theirs.inputs + theirs.ids
+            return leak(ours.outputs, theirs.outputs) and not leak(*inputs)
 
-    def first(self, before: list[Call], after: list[Call], leak: Any) -> Any:
-        """Return the first module, and its name, whose outputs leak while its inputs do not."""
-        known = {call.key: call for call in before}  # an expert without tokens is not called
-        for call in after:
-            plain = known.get(call.key)
-            if plain and leak(call.outputs, plain.outputs) and not leak(call.inputs, plain.inputs):
-                names = names_of(self.target, before)
-                return call.module, names.get(id(call.module), type(call.module).__name__)
-        return None, None
+        return self.first(plain, run, begins)
+
+    def first(self, plain: Run, run: Run, begins: Callable[[Call, Call], bool]) -> Call | None:
+        """Return the first call of ``run`` that ``begins`` to differ from that of ``plain``."""
+        known = {call.key: call for call in plain.calls}  # an expert without tokens is not called
+        self.calls = plain.calls
+        pairs = ((call, known[call.key]) for call in run.calls if call.key in known)
+        return next((ours for ours, theirs in pairs if begins(ours, theirs)), None)
 
     def alone_leaks(self, plain: Run) -> list[Leak]:
         """Compare documents alone with the same ones in their row: the shortest, the longest, and
@@ -361,16 +368,23 @@ class Passes:
             if not len(leaking):
                 continue
 
-            def leak(ours: list[Tensor], theirs: list[Tensor], places: Tensor = places) -> bool:
+            def leak(a: list[Tensor], b: list[Tensor], places: Tensor = places) -> bool:
                 return any(
-                    float((a.cpu() - b.cpu()[places]).abs().max())
-                    > self.allowed * float(b.abs().max())
-                    for a, b in zip(ours, theirs, strict=False)
+                    float((x.cpu() - y.cpu()[places]).abs().max())
+                    > self.allowed * float(y.abs().max())
+                    for x, y in zip(a, b, strict=False)
                 )
 
-            module, layer = self.first(plain.calls, run.calls, leak)
+            # Positions may differ: an embedding of positions begins to differ then.
+            call = self.first(
+                plain,
+                run,
+                lambda ours, theirs, leak=leak: (
+                    leak(ours.outputs, theirs.outputs) and not leak(ours.inputs, theirs.inputs)
+                ),
+            )
             position, size = int(places[leaking[0]]), float(difference.max())
-            leaks.append(self.leak(module, layer, None, number, position, size))
+            leaks.append(self.leak(call, None, number, position, size))
         return leaks
 
     def gradient_leaks(self, again: Run) -> list[Leak]:
@@ -395,25 +409,19 @@ class Passes:
                 source = int(self.of_token[places[0]])
                 to = min((n for n in self.of_token[own].tolist() if n > source), default=None)
                 to = int(self.of_token[own][-1]) if to is None else to
-                layer = names_of(self.target, again.calls).get(id(module)) if module else None
+                self.calls = again.calls
+                call = next((call for call in again.calls if call.module is module), None)
                 position = int(self.documents.places(to)[0])
-                leaks.append(self.leak(None, layer, source, to, position, size, kind="gradient"))
+                leaks.append(self.leak(call, source, to, position, size, kind="gradient"))
         return leaks
 
     def counted_leaks(self, again: Run) -> list[Leak]:
         """Return leaks of a loss that counts labels of another document."""
         wrong = counted_ends(self.batch, self.documents, again)
+        after = [(place, int(self.of_token[place + 1])) for place in wrong]
         return [
-            self.leak(
-                None,
-                None,
-                int(self.of_token[place + 1]),
-                int(self.of_token[place]),
-                place,
-                1.0,
-                kind="loss_mask",
-            )
-            for place in wrong
+            self.leak(None, source, int(self.of_token[place]), place, 1.0, kind="loss_mask")
+            for place, source in after
         ]
 
 

@@ -30,18 +30,16 @@ from torch.nn.modules.module import (
 from megapack.probe.boundaries import Documents
 
 WIDTH = 4  # numbers per token
-_INTEGERS = (torch.int32, torch.int64)
 
 # Outputs at unchanged tokens may differ by this fraction of the largest difference at changed
 # tokens, because a mixture of experts may sum in another order, and half precision rounds.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.01, torch.bfloat16: 0.05}
 
 
-def per_token(value: Tensor, documents: Documents, *, integers: bool = False) -> Tensor | None:
-    """Return a float tensor as ``(tokens, anything)``; None if it has no dimension of tokens."""
-    if value.dim() == 0 or not (
-        value.is_floating_point() or (integers and value.dtype in _INTEGERS)
-    ):
+def per_token(value: Tensor, documents: Documents) -> Tensor | None:
+    """Return a tensor of numbers as ``(tokens, anything)``; None if it has no dimension of
+    tokens."""
+    if value.dim() == 0 or value.dtype == torch.bool:
         return None
     rows, row, shape = documents.rows, documents.row, value.shape
     if shape[:2] == (rows, row):
@@ -99,6 +97,8 @@ class Call(NamedTuple):
     module: nn.Module
     number: int  # calls of the module before it in the pass
     inputs: list[Tensor]
+    ids: list[Tensor]
+    """Integer inputs: tokens, positions."""
     outputs: list[Tensor]
 
     @property
@@ -148,19 +148,18 @@ class Recorder:
         numbers: Counter[int] = Counter()
         active = True
 
-        def small(value: Any) -> list[Tensor]:
-            kept = []
-            for tensor in tensors(value):
-                self.dtypes.add(tensor.dtype)
-                tokens = per_token(tensor, documents, integers=True)
-                if tokens is not None:
-                    kept.append(reduce(tokens))
-            return kept
+        def small(value: Any, *, ids: bool = False) -> list[Tensor]:
+            found = [x for x in tensors(value) if x.is_floating_point() != ids]
+            self.dtypes.update(x.dtype for x in found)
+            reduced = [per_token(x, documents) for x in found]
+            return [reduce(x) for x in reduced if x is not None]
 
         def keep(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if active and not torch.compiler.is_compiling() and (outputs := small(output)):
-                found.append(Call(module, numbers[id(module)], small([args, kwargs]), outputs))
+                values, number = [args, kwargs], numbers[id(module)]
                 numbers[id(module)] += 1
+                call = Call(module, number, small(values), small(values, ids=True), outputs)
+                found.append(call)
                 if gradients is not None:
                     gradients.follow(module, [args, kwargs], output)
 
@@ -190,18 +189,18 @@ class Gradients:
 
     def follow(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
         """Watch the gradients of a call; tensors that come from ids alone become leaves."""
-        sources = [x for x in tensors(inputs) if per_token(x, self.documents) is not None]
-        for value in tensors(outputs):
-            if not sources and per_token(value, self.documents) is not None:
-                if not value.requires_grad:
-                    value.requires_grad_()
-                self.leaves.append(value)
+        if not self._floats(inputs):
+            self.leaves += [value.requires_grad_() for value in self._floats(outputs)]
         self.calls.append((module, self._watch(inputs), self._watch(outputs)))
+
+    def _floats(self, values: Any) -> list[Tensor]:
+        floats = [x for x in tensors(values) if x.is_floating_point()]
+        return [x for x in floats if per_token(x, self.documents) is not None]
 
     def _watch(self, values: Any) -> list[int]:
         keys = []
-        for value in tensors(values):
-            if value.requires_grad and per_token(value, self.documents) is not None:
+        for value in self._floats(values):
+            if value.requires_grad:
                 key = self.keys.get(id(value))
                 if key is None:
                     key = self.keys[id(value)] = len(self.alive)
@@ -285,21 +284,25 @@ _NAMES = (
 )
 
 
-def kind_of(module: nn.Module | None, name: str | None, *, alone: bool, forward: bool) -> str:
-    """Return the kind of a leak that begins in a module.
+def kind_of(call: Call | None, name: str, *, alone: bool, forward: bool) -> str:
+    """Return the kind of a leak that begins in a call of a module.
 
     Args:
-        name: qualified name; None: no module leaks, so the loss does.
+        call: None: no module leaks, so the loss does.
+        name: qualified name.
         alone: the document differs from itself alone, without a change of another document.
         forward: from an earlier document to a later one.
     """
-    if module is None or name is None:
+    if call is None:
         return "position_ids" if alone else "attention_mask" if forward else "loss_mask"
+    module = call.module
     words = f"{type(module).__name__} {name.rpartition('.')[2]}".lower()
     if alone and re.search(r"rotary|rope|embed|position|wpe", words):
         return "position_ids"
     if not forward and re.search(_NAMES[0][1], name.lower()):
         return "mtp"
+    if call.outputs[0].shape[1] == 1:  # losses
+        return "loss_mask"
     for kind, pattern in _NAMES:
         if re.search(pattern, words):
             return kind
