@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megapack.probe.report import LeakError
 
@@ -168,22 +169,20 @@ def _is_plain(mask: Tensor) -> bool:
 def _read(value: Any, form: str | None, rows: int, row: int, batch: Mapping[str, Any]) -> Tensor:
     """Return the document of every token."""
     if isinstance(value, Sequence) and value and isinstance(value[0], Sequence | Tensor):
-        value = torch.tensor([int(x) for part in value for x in part])  # lengths per row
-        form = form or "lengths"
+        parts = [torch.as_tensor(part).flatten() for part in value]  # lengths of every row
+        value, form = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True), form or "lengths"
     value = torch.as_tensor(value).detach().cpu()
     form = form if form and form != "mask" else _form_of(value, rows, row)
     if form == "positions":
         value = value[0] if value.dim() == 3 else value
-        return _of_positions(
-            value.long().reshape(-1).repeat(rows if value.numel() == row else 1), row
-        )
+        return _of_positions(value.long().reshape(-1, row).expand(rows, row).flatten(), row)
     if form == "ids" and value.numel() == rows * row:
         return _of_ids(value.long().reshape(rows, row))
     if form == "mask":
         return _of_mask(value, rows, row)
     ends = value.long()
     if form == "lengths":
-        ends = torch.nn.functional.pad(ends.flatten().cumsum(0), (1, 0))
+        ends = pad(ends.cumsum(-1), (1, 0))
     padded = batch.get("cu_seqlens_padded", batch.get("cu_seqlens_q_padded", ends))
     segments = SegmentPlaces.between(ends, padded if form == "cu_seqlens" else ends, row)
     if not len(segments.begins) or int((segments.begins + segments.lengths).max()) > rows * row:
@@ -198,15 +197,14 @@ def _form_of(value: Tensor, rows: int, row: int) -> str:
     """Return the form of boundaries without a name."""
     if value.dim() > 2 or value.is_floating_point() or value.shape == (row, row) != (rows, row):
         return "mask"
+    flat = value.flatten()
+    rises = value.dim() == 1 and len(flat) > 1 and int(flat[0]) == 0 and not (flat.diff() < 0).any()
+    if rises and int(flat[-1]) == rows * row:
+        return "cu_seqlens"
     if value.numel() == rows * row and value.dtype != torch.bool:
         steps = value.reshape(rows, row).diff()
         return "positions" if (steps == 1).sum() > (steps == 0).sum() else "ids"
-    flat = value.flatten()
-    if value.dim() == 1 and len(flat) > 1 and flat[0] == 0 and bool((flat.diff() >= 0).all()):
-        return "cu_seqlens"
-    if int(flat.sum()) <= rows * row:
-        return "lengths"
-    return "cu_seqlens"
+    return "lengths" if not rises and int(flat.sum()) <= rows * row else "cu_seqlens"
 
 
 def _of_positions(positions: Tensor, row: int) -> Tensor:
@@ -215,20 +213,20 @@ def _of_positions(positions: Tensor, row: int) -> Tensor:
     begins = torch.ones(len(positions), dtype=torch.bool)
     begins[1:] = positions.diff() != 1
     begins[::row] = True
-    before = torch.nn.functional.pad(positions[:-1], (1, 0), value=-1)
-    after = torch.nn.functional.pad(positions[1:], (0, 1), value=0)
+    before = pad(positions[:-1], (1, 0), value=-1)
+    after = pad(positions[1:], (0, 1), value=0)
     repeats = (positions == 0) & ((before == 0) | (after == 0)) & (after != 1)
     repeats[-1:] &= before[-1:] == 0
     return (begins.long().cumsum(0) - 1).masked_fill(repeats, -1)
 
 
 def _of_ids(ids: Tensor) -> Tensor:
-    """Documents keep their ids, so that ranks that share documents agree on them."""
+    """Documents keep their ids, so that ranks that share documents agree on them; the row is in the
+    upper bits."""
     padding = ids < 0
     if bool((ids[:, 0] != 0).all()):
         padding |= ids == 0  # ids from 1; 0 is padding
-    shift = (int(ids.max()) // 2 + 1) * 2  # even: parity does not depend on the row
-    numbered = ids + torch.arange(len(ids)).view(-1, 1) * shift
+    numbered = ids + (torch.arange(len(ids)) << 40).view(-1, 1)
     return numbered.masked_fill(padding, -1).flatten()
 
 

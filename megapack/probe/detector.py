@@ -13,6 +13,7 @@ Pass 4 also takes gradients: outputs of some documents must have none at tokens 
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -38,7 +39,9 @@ from megapack.probe.layers import (
 )
 from megapack.probe.report import Leak, LeakError, Report
 
-ALONE = 3  # documents that also run alone
+# Bits of a document's number: gradients do not tell documents apart whose lower bits are equal.
+BITS = 3
+NEAR = 8  # documents of which exact sources are computed
 
 
 def probe(
@@ -80,7 +83,7 @@ def probe(
         forwards=run.forwards,
         seconds=time.perf_counter() - began,
         noise=run.allowed,
-        documents=len(run.documents.numbers),
+        documents=len(run.numbers),
         notes=tuple(run.notes),
     )
 
@@ -125,8 +128,12 @@ class Passes:
         self.name = name
         self.target, self.batch, self.loss = target, dict(batch), loss
         self.call = call or call_target
-        self.documents = read_documents(batch, boundaries)
-        self.of_token = self.documents.of_token
+        documents = read_documents(batch, boundaries)
+        # Number the documents of all ranks from 0, without gaps.
+        self.numbers = sorted({n for numbers in share(documents.numbers) for n in numbers})
+        of_token = torch.searchsorted(torch.tensor(self.numbers), documents.of_token)
+        self.of_token = of_token.masked_fill(documents.of_token < 0, -1)
+        self.documents = replace(documents, of_token=self.of_token)
         self.recorder = Recorder(self.documents)
         self.given_tolerance = tolerance
         self.moved = self.allowed = 0.0
@@ -136,9 +143,8 @@ class Passes:
 
     def leaks(self, *, gradients: bool) -> list[Leak]:
         """Run all passes and return the leaks of all ranks."""
-        numbers = sorted({n for ranks in share(self.documents.numbers) for n in ranks})
-        if len(numbers) < 2:
-            raise LeakError(f"the batch has {len(numbers)} documents; the probe needs at least two")
+        if len(self.numbers) < 2:
+            raise LeakError(f"documents of the batch: {len(self.numbers)}; the probe needs two")
         with self.recorder.restored_buffers():
             plain = self.run(self.batch)
             changes = [
@@ -148,9 +154,15 @@ class Passes:
             again = self.run(self.batch, seed=1, gradients=gradients, eager=True)
             self.measure(plain, changes, again)
             # Compiled code calls no hooks: the eager pass shows where a leak begins.
-            found = self.found(plain, changes, again if is_compiled(self.target) else plain)
+            base = again if is_compiled(self.target) else plain
+            found = [x for change in changes for x in self.affected(plain, *change)]
+            if gradients:
+                found = [self.with_source(leak, again) for leak in found[:NEAR]] + found[NEAR:]
+            found = merge(share(found))
             if not found and gradients:
                 found = merge(share(self.gradient_leaks(again)))
+            if found:
+                found = self.exact(found, base)
             if not found and dist_size() == 1:
                 found = self.alone_leaks(plain)
             if not any(leak.kind == "loss_mask" for leak in found):
@@ -253,21 +265,18 @@ class Passes:
 
     # ---- Findings
 
-    def found(self, plain: Run, changes: Sequence[Change], base: Run | None = None) -> list[Leak]:
-        """Return the leaks of all ranks. After one, change only the document from which it may
-        come, for exact sources, and compare with ``base``."""
-        base = base or plain
-        every = merge(share([x for change in changes for x in self.affected(plain, *change)]))
-        if not every:
-            return []
-        changed = self.of_token == every[0].from_document
-        run = self.run(self.changed(changed), eager=base is not plain)
+    def exact(self, found: list[Leak], base: Run) -> list[Leak]:
+        """Change only the document from which the first leak may come, and compare with ``base``:
+        then the source, the layer and the kind of its leaks are exact."""
+        changed = self.of_token == found[0].from_document
+        run = self.run(self.changed(changed), eager=True)
         exact = merge(share(self.affected(base, changed, run, changed | ~changed)))
+        if not exact:
+            return found
         reached = {leak.to_document for leak in exact}
-        rest = [leak for leak in every if leak.to_document not in reached]
-        if exact:
-            where = {"layer": exact[0].layer, "kind": exact[0].kind}
-            rest = [leak if leak.layer is not None else replace(leak, **where) for leak in rest]
+        rest = [x for x in found if x.to_document not in reached and x.kind != "gradient"]
+        where = {"layer": exact[0].layer, "kind": exact[0].kind}
+        rest = [leak if leak.layer is not None else replace(leak, **where) for leak in rest]
         return sorted(exact + rest, key=lambda leak: (leak.to_document, leak.rank or 0))
 
     def affected(self, plain: Run, changed: Tensor, run: Run, same: Tensor) -> list[Leak]:
@@ -387,33 +396,53 @@ class Passes:
             leaks.append(self.leak(call, None, number, position, size))
         return leaks
 
-    def gradient_leaks(self, again: Run) -> list[Leak]:
-        """Return leaks of the backward pass alone."""
+    def reached(self, again: Run, own: Tensor) -> Tensor:
+        """Return the size of the gradient of ``own`` tokens' outputs at tokens of other documents,
+        as a fraction of that at own ones, 0 if rounding explains it."""
         assert again.gradients is not None
-        outputs = [
-            tokens
-            for value in again.raw
-            if value.requires_grad and (tokens := per_token(value, self.documents)) is not None
-        ]
-        leaks = []
-        for parity in (0, 1):
-            own = (self.of_token >= 0) & (self.of_token % 2 == parity)
-            other = (self.of_token >= 0) & ~own
+        found = [per_token(value, self.documents) for value in again.raw if value.requires_grad]
+        outputs = [tokens for tokens in found if tokens is not None]
+        other = (self.of_token >= 0) & ~own
+        size = again.gradients.backward(outputs, own, other)
+        return size.masked_fill(own | (size <= self.allowed), 0)
+
+    def with_source(self, leak: Leak, again: Run) -> Leak:
+        """Return the leak with the document of which the affected one's gradient is largest."""
+        try:
+            size = self.reached(again, self.of_token == leak.to_document)
+        except Exception:  # reported where all gradients are checked
+            return leak
+        if not size.any():  # the dependence has no gradient: a choice of experts, a label
+            return leak
+        source = int(self.of_token[size.argmax()])
+        direction = "forward" if source < leak.to_document else "backward"
+        return replace(leak, from_document=source, direction=direction)
+
+    def gradient_leaks(self, again: Run) -> list[Leak]:
+        """Return leaks that gradients show."""
+        leaks, bits = [], (len(self.numbers) - 1).bit_length()
+        for bit, value in itertools.product(range(min(BITS, bits)), (0, 1)):
+            own = (self.of_token >= 0) & ((self.of_token >> bit) % 2 == value)
             try:
-                size, places, module = again.gradients.backward(outputs, own, other, self.allowed)
+                if not own.any() or not (size := self.reached(again, own)).any():
+                    continue
             except Exception as error:
                 self.notes.append(f"gradients are not checked: {type(error).__name__}: {error}")
                 return []
-            if len(places):
-                # The gradient of a document's outputs reaches another document's tokens.
-                source = int(self.of_token[places[0]])
-                to = min((n for n in self.of_token[own].tolist() if n > source), default=None)
-                to = int(self.of_token[own][-1]) if to is None else to
-                self.calls = again.calls
-                call = next((call for call in again.calls if call.module is module), None)
-                position = int(self.documents.places(to)[0])
-                leaks.append(self.leak(call, source, to, position, size, kind="gradient"))
-        return leaks
+            source = int(self.of_token[size.argmax()])
+            near = sorted(self.of_token[own].unique().tolist(), key=lambda n: abs(n - source))
+            for to in near[:NEAR]:
+                size = self.reached(again, self.of_token == to)
+                if size[self.of_token == source].any():
+                    module = again.gradients.origin(self.allowed) if again.gradients else None
+                    self.calls = again.calls
+                    call = next((call for call in again.calls if call.module is module), None)
+                    place = int(self.documents.places(to)[0])
+                    leak = self.leak(call, source, to, place, float(size.max()), kind="gradient")
+                    leaks.append(leak)
+                    break
+        pairs = {(leak.from_document, leak.to_document): leak for leak in leaks}
+        return list(pairs.values())
 
     def counted_leaks(self, again: Run) -> list[Leak]:
         """Return leaks of a loss that counts labels of another document."""

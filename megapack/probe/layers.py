@@ -216,11 +216,9 @@ class Gradients:
             own, other = (size[where.to(size.device)] for where in self.sets)
             self.seen[key] = (float(own.max()), float(other.max()))
 
-    def backward(
-        self, outputs: list[Tensor], own: Tensor, other: Tensor, allowed: float
-    ) -> tuple[float, Tensor, nn.Module | None]:
-        """Take the gradient of the outputs at ``own`` tokens; return the largest at ``other``
-        tokens relative to that at own ones, the tokens where it leaks, and the module."""
+    def backward(self, outputs: list[Tensor], own: Tensor, other: Tensor) -> Tensor:
+        """Take the gradient of the outputs at ``own`` tokens; return its size at every token, as a
+        fraction of the largest at own ones, and 0 at those of neither set."""
         self.sets, self.seen = (own, other), {}
         generator = torch.Generator().manual_seed(0)
         total: Any = 0
@@ -233,19 +231,14 @@ class Gradients:
             tokens = None if grad is None else per_token(grad, self.documents)
             if tokens is not None:
                 size = size.maximum(tokens.float().abs().amax(dim=1).cpu())
-        scale = float(size[own].max())
-        leaking = (size > allowed * scale) & other
-        module = None
-        if leaking.any():
-            module = next(
-                (
-                    m
-                    for m, i, o in self.calls
-                    if self._leaks(i, allowed) and not self._leaks(o, allowed)
-                ),
-                None,
-            )
-        return float(size[other].max()) / (scale or 1), leaking.nonzero()[:, 0], module
+        return (size / size[own].max().clamp(min=1e-30)).masked_fill(~(own | other), 0)
+
+    def origin(self, allowed: float) -> nn.Module | None:
+        """Return the innermost module whose backward pass leaked first."""
+        for module, inputs, outputs in self.calls:
+            if self._leaks(inputs, allowed) and not self._leaks(outputs, allowed):
+                return module
+        return None
 
     def _leaks(self, keys: list[int], allowed: float) -> bool:
         seen = [self.seen[key] for key in keys if key in self.seen]

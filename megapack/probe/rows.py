@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megapack.probe.boundaries import Documents, SegmentPlaces, alone
-from megapack.probe.detector import Passes, Run, largest_change, share
+from megapack.probe.detector import Passes, Run, largest_change, merge, share
 from megapack.probe.report import LeakError
 
 _PIECE = 64  # tokens; below all known position thresholds
@@ -88,7 +88,9 @@ def check_rows(
         changes.append((changed, passes.run(one), counts == counts_of(one)))
     passes.measure(plain, changes)
     # Some hosts derive labels from tokens; their losses may change with the labels.
-    if leaks := passes.found(plain, changes[:2]):
+    every = [leak for change in changes[:2] for leak in passes.affected(plain, *change)]
+    if leaks := merge(share(every)):
+        leaks = passes.exact(leaks, plain)
         raise LeakError(
             "\n".join(
                 [
