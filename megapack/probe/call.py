@@ -48,9 +48,8 @@ def is_compiled(target: Any) -> bool:
 def narrow_head(target: Any, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Let the head of a language model compute only its first logits, and give it no labels."""
     modules = target.modules() if isinstance(target, nn.Module) else ()
-    heads = [
-        one.get_output_embeddings() for one in modules if hasattr(one, "get_output_embeddings")
-    ]
+    getters = [getattr(one, "get_output_embeddings", None) for one in modules]
+    heads = [get() for get in getters if callable(get)]
     head = next((one for one in heads if type(one) is nn.Linear), None)
     if head is None or head.out_features <= HEAD:
         yield batch
@@ -60,11 +59,11 @@ def narrow_head(target: Any, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
         bias = None if head.bias is None else head.bias[:HEAD]
         return nn.functional.linear(x, head.weight[:HEAD], bias)
 
-    head.forward = forward  # type: ignore[method-assign]
+    vars(head)["forward"] = forward
     try:
         yield {name: value for name, value in batch.items() if "labels" not in name}
     finally:
-        del head.forward
+        del vars(head)["forward"]
 
 
 # ---- Tokens and labels

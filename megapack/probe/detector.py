@@ -193,7 +193,8 @@ class Passes:
         """Run the target once; ``eager``: without compiled code, so that hooks see all modules."""
         documents = documents or self.documents
         self.forwards += documents is self.documents
-        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+        cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        devices = [torch.cuda.current_device()] if cuda else []
         compiled = is_compiled(self.target)
         stance = torch.compiler.set_stance("force_eager") if compiled and eager else nullcontext()
         no_sync = getattr(self.target, "no_sync", nullcontext) if gradients else nullcontext
@@ -230,7 +231,7 @@ class Passes:
             "moved": max(largest(d, changed) for changed, d in differences),
             "noise": largest(noise, real),
             "tolerance": max(
-                TOLERANCE.get(dtype, 1e-3) for dtype in self.recorder.dtypes or [None]
+                TOLERANCE.get(one, 1e-3) for one in {*self.recorder.dtypes, torch.float32}
             ),
             "infinite": not finite,
             "outputs": len(plain.outputs),
@@ -268,28 +269,30 @@ class Passes:
     def exact(self, found: list[Leak], base: Run) -> list[Leak]:
         """Change only the document from which the first leak may come, and compare with ``base``:
         then the source, the layer and the kind of its leaks are exact."""
-        changed = self.of_token == found[0].from_document
+        changed = self.of_token.eq(found[0].from_document or 0)
         run = self.run(self.changed(changed), eager=True)
         exact = merge(share(self.affected(base, changed, run, changed | ~changed)))
         if not exact:
             return found
         reached = {leak.to_document for leak in exact}
         rest = [x for x in found if x.to_document not in reached and x.kind != "gradient"]
-        where = {"layer": exact[0].layer, "kind": exact[0].kind}
-        rest = [leak if leak.layer is not None else replace(leak, **where) for leak in rest]
+        first = exact[0]
+        rest = [x if x.layer else replace(x, layer=first.layer, kind=first.kind) for x in rest]
         return sorted(exact + rest, key=lambda leak: (leak.to_document, leak.rank or 0))
 
     def affected(self, plain: Run, changed: Tensor, run: Run, same: Tensor) -> list[Leak]:
         """Return one leak per document that changes, at ``same`` tokens, though its tokens do
         not."""
         call = self.origin(plain, run, changed)
+        # Ranks that share documents may hold no token of those that changed.
+        every = share(sorted({*self.of_token[changed].tolist()}))
+        sources = sorted({number for rank in every for number in rank})
         if not plain.outputs:  # a pipeline stage: it knows the layer, the last one the size
             return [] if call is None else [self.leak(call, -1, -1, 0, 0.0)]
         difference = run.difference(plain) / self.moved
         leaking = (difference > self.allowed) & ~changed & same & (self.of_token >= 0)
-        sources = self.of_token[changed].unique().tolist()
         leaks = []
-        for number in self.of_token[leaking].unique().tolist():
+        for number in sorted({*self.of_token[leaking].tolist()}):
             places = (leaking & (self.of_token == number)).nonzero()[:, 0]
             earlier = [n for n in sources if n < number]
             later = [n for n in sources if n > number]
@@ -384,14 +387,11 @@ class Passes:
                     for x, y in zip(a, b, strict=False)
                 )
 
-            # Positions may differ: an embedding of positions begins to differ then.
-            call = self.first(
-                plain,
-                run,
-                lambda ours, theirs, leak=leak: (
-                    leak(ours.outputs, theirs.outputs) and not leak(ours.inputs, theirs.inputs)
-                ),
-            )
+            # Positions, which are integers, may differ: then their embedding begins to differ.
+            def begins(ours: Call, theirs: Call, leak: Any = leak) -> bool:
+                return leak(ours.outputs, theirs.outputs) and not leak(ours.inputs, theirs.inputs)
+
+            call = self.first(plain, run, begins)
             position, size = int(places[leaking[0]]), float(difference.max())
             leaks.append(self.leak(call, None, number, position, size))
         return leaks
@@ -415,8 +415,8 @@ class Passes:
         if not size.any():  # the dependence has no gradient: a choice of experts, a label
             return leak
         source = int(self.of_token[size.argmax()])
-        direction = "forward" if source < leak.to_document else "backward"
-        return replace(leak, from_document=source, direction=direction)
+        forward = source < leak.to_document
+        return replace(leak, from_document=source, direction="forward" if forward else "backward")
 
     def gradient_leaks(self, again: Run) -> list[Leak]:
         """Return leaks that gradients show."""
@@ -430,7 +430,7 @@ class Passes:
                 self.notes.append(f"gradients are not checked: {type(error).__name__}: {error}")
                 return []
             source = int(self.of_token[size.argmax()])
-            near = sorted(self.of_token[own].unique().tolist(), key=lambda n: abs(n - source))
+            near = sorted({*self.of_token[own].tolist()}, key=lambda n: abs(n - source))
             for to in near[:NEAR]:
                 size = self.reached(again, self.of_token == to)
                 if size[self.of_token == source].any():

@@ -205,7 +205,7 @@ class Gradients:
                 if key is None:
                     key = self.keys[id(value)] = len(self.alive)
                     self.alive.append(value)
-                    value.register_hook(partial(self._see, key))
+                    value.register_hook(partial(self._see, key))  # type: ignore[no-untyped-call]
                 keys.append(key)
         return keys
 

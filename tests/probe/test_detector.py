@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megapack.probe import LeakError, probe
-from tests.probe.modules import Attention, Edge, Model, batch_of, numbers
+from probe.modules import Attention, Edge, Model, batch_of, numbers
 
 
 @st.composite
