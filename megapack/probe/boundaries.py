@@ -97,7 +97,7 @@ class Documents:
     @property
     def numbers(self) -> list[int]:
         """Return the numbers of the documents, ascending."""
-        return [n for n in self.of_token.unique().tolist() if n >= 0]
+        return sorted({*self.of_token.tolist()} - {-1})
 
 
 def tokens_of(batch: Mapping[str, Any]) -> str:
@@ -140,7 +140,7 @@ def _inferred(batch: Mapping[str, Any], rows: int, row: int) -> Tensor:
         is_plain = name == "attention_mask" and isinstance(value, Tensor) and _is_plain(value)
         if value is not None and not is_plain:
             found[name] = _read(value, form, rows, row, batch)
-    counts = {name: len(of_token.unique()) for name, of_token in found.items()}
+    counts = {name: len({*of_token.tolist()}) for name, of_token in found.items()}
     # Positions that never restart say nothing about documents.
     several = {name: found[name] for name, count in counts.items() if count > rows} or found
     if not several:

@@ -393,7 +393,13 @@ class Passes:
 
             call = self.first(plain, run, begins)
             position, size = int(places[leaking[0]]), float(difference.max())
-            leaks.append(self.leak(call, None, number, position, size))
+            leak_alone = self.leak(call, None, number, position, size)
+            if leak_alone.kind == "expert_capacity":  # seen above unless rounding decides a tie
+                self.notes.append(
+                    f"document {number} has other experts alone, in {leak_alone.layer}"
+                )
+            else:
+                leaks.append(leak_alone)
         return leaks
 
     def reached(self, again: Run, own: Tensor) -> Tensor:
