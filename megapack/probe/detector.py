@@ -163,7 +163,9 @@ class Passes:
                 found = merge(share(self.gradient_leaks(again)))
             if found:
                 found = self.exact(found, base)
-            if not found and dist_size() == 1:
+            if dist_size() > 1:
+                self.notes.append("documents alone are not compared, because ranks may share them")
+            elif not found:
                 found = self.alone_leaks(plain)
             if not any(leak.kind == "loss_mask" for leak in found):
                 found += merge(share(self.counted_leaks(again)))
