@@ -140,6 +140,7 @@ class Passes:
         self.forwards = 0
         self.notes: list[str] = []
         self.calls: list[Call] = []
+        self.losses = False  # whether an output is a loss per token
 
     def leaks(self, *, gradients: bool) -> list[Leak]:
         """Run all passes and return the leaks of all ranks."""
@@ -262,6 +263,7 @@ class Passes:
                 f"explains only {tolerance:.2g}: dropout or another random layer is on. Call eval()"
                 ", or set its probability to 0"
             )
+        self.losses = any(output.shape[1] == 1 for output in plain.outputs)
         self.moved, self.allowed = worst["moved"], max(tolerance, 4 * noise_fraction)
         # Ranks of a pipeline: those without outputs are earlier stages.
         self.is_pipeline = any(rank[0]["outputs"] == 0 for rank in every)
@@ -323,7 +325,12 @@ class Passes:
         rank = dist.get_rank() if dist_size() > 1 else None
         values = {
             "kind": given.get("kind")
-            or kind_of(call, layer or "", alone=source is None, forward=forward),
+            or kind_of(
+                call,
+                layer or "",
+                alone=source is None,
+                forward=forward or (call is None and not self.losses),
+            ),
             "from_document": source,
             "to_document": to,
             "direction": "forward" if forward else "backward",

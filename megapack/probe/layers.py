@@ -50,8 +50,8 @@ def per_token(value: Tensor, documents: Documents) -> Tensor | None:
         value = value.transpose(0, 1).flatten(0, 1)
     elif value.dim() == 4 and shape[0] == rows and shape[2] == row:
         value = value.transpose(1, 2).flatten(0, 1)
-    elif value.dim() == 3 and shape[0] == rows and row <= shape[2] < row + 16:
-        value = value[..., :row].transpose(1, 2).flatten(0, 1)  # channels of a convolution
+    elif value.dim() == 3 and shape[0] == rows and shape[2] == row:
+        value = value.transpose(1, 2).flatten(0, 1)  # channels of a convolution
     elif shape[0] != rows * row:
         return None
     return value.reshape(rows * row, -1)
@@ -155,6 +155,8 @@ class Recorder:
             return [reduce(x) for x in reduced if x is not None]
 
         def keep(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if isinstance(module, nn.Conv1d):
+                output = output[..., : documents.row]  # after causal padding, the rest is cut off
             if active and not torch.compiler.is_compiling() and (outputs := small(output)):
                 values, number = [args, kwargs], numbers[id(module)]
                 numbers[id(module)] += 1
