@@ -49,8 +49,9 @@ class SegmentPlaces(NamedTuple):
 
     @staticmethod
     def of(batch: Mapping[str, Any]) -> SegmentPlaces:
-        """Read ``cu_seqlens``, 1-D or one list per row, whose last value may repeat."""
-        ends = batch["cu_seqlens"]
+        """Read ``cu_seqlens``, 1-D or one list per row, whose last value may repeat; or the nodes
+        of trees, ``cu_seqlens_q``."""
+        ends = batch["cu_seqlens_q" if "kv_index" in batch else "cu_seqlens"]
         return SegmentPlaces.between(
             ends, batch.get("cu_seqlens_padded", ends), batch["tokens"].shape[1]
         )

@@ -14,15 +14,16 @@ The first four runs detect boundaries that are missing or off by one, an attenti
 host ignores (megapack starts a new segment at a window), and a shifted mask: the loss of a masked
 token must be 0, that of any other token must not. The last two runs detect outputs that depend on
 the longest document of the row, or on the length of the row. Pieces have at most 64 tokens, or half
-of the longest segment. ``check_architecture`` checks more, on a tiny copy of the model; the probe
-checks the host's real model and batch.
+of the longest segment. ``megapack.probe.tree_rows`` shows the runs of a packed prefix tree.
+``check_architecture`` checks more, on a tiny copy of the model; the probe checks the host's real
+model and batch.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +33,7 @@ from torch.nn.functional import pad
 from megapack.probe.boundaries import Documents, SegmentPlaces, alone
 from megapack.probe.detector import Passes, Run, largest_change, merge, share
 from megapack.probe.report import LeakError
+from megapack.probe.tree_rows import CAUSE, branches, paths
 
 _PIECE = 64  # tokens; below all known position thresholds
 
@@ -58,7 +60,8 @@ def check_rows(
             dtype and device. It runs without gradients; the caller sets modes (dropout off).
         batch: tokens, labels int64 and loss_mask float32 ``(rows, R)``, cu_seqlens int32 1-D or per
             row; on the CPU. If ``loss_mask`` is all 0, the probe uses the next token of the
-            document as label, or of the row if every document has one token.
+            document as label, or of the row if every document has one token. Or a packed tree
+            (``TreeBatch``), whose losses are those of predicting each token.
         counted: returns which losses of a batch count, bool ``(rows, R)``, for hosts that cannot
             represent every mask (``megapack.integrations.dialects``); None: those in ``loss_mask``.
         host: name for errors.
@@ -70,47 +73,41 @@ def check_rows(
     batch = _with_labels(batch)
 
     def counts_of(inputs: Mapping[str, Any]) -> Tensor:
-        counts: Tensor = inputs["loss_mask"] != 0 if counted is None else counted(inputs)
+        counts: Tensor = inputs[_weights(inputs)] != 0 if counted is None else counted(inputs)
         return counts.flatten()
 
     def call(_: Any, inputs: dict[str, Any]) -> Tensor:
         return forward(inputs).reshape(inputs["tokens"].numel(), -1)
 
-    passes = Passes(forward, batch, boundaries="cu_seqlens", call=call, name=host)
+    is_tree = "kv_index" in batch
+    boundaries = "cu_seqlens_q" if is_tree else "cu_seqlens"
+    passes = Passes(forward, batch, boundaries=boundaries, call=call, name=host)
     problems = []
     plain, counts = passes.run(batch), counts_of(batch)
     if plain.outputs[0].shape[1] == 1:
         problems.append(_loss_problem(plain.outputs[0][:, 0], counts, passes.of_token))
-    middle, until_middle = _middles(SegmentPlaces.of(batch), len(counts))
+    end, every_changed = _changed_tokens(batch)
     changes = []
-    for changed in (*passes.halves(), middle):
-        one = {**passes.changed(changed), "labels": batch["labels"]}
-        changes.append((changed, passes.run(one), counts == counts_of(one)))
+    for changed in every_changed:
+        one = {**batch, "tokens": passes.changed(changed)["tokens"]}
+        # Some hosts derive labels from tokens; their losses may change with the labels.
+        changes.append((_dependents(changed, end), passes.run(one), counts == counts_of(one)))
     passes.measure(plain, changes)
-    # Some hosts derive labels from tokens; their losses may change with the labels.
     every = [leak for change in changes[:2] for leak in passes.affected(plain, *change)]
     if leaks := merge(share(every)):
-        leaks = passes.exact(leaks, plain)
-        raise LeakError(
-            "\n".join(
-                [
-                    f"{host} lets token {leaks[0].first_position} see another document",
-                    *map(str, leaks),
-                ]
-            )
-        )
-    _, run, same = changes[2]
-    seen = run.difference(plain).masked_fill(~(until_middle & same), 0)
+        # Other nodes of a tree may depend on the one that is changed.
+        leaks = leaks if is_tree else passes.exact(leaks, plain)
+        what = "another document or branch" if is_tree else "another document"
+        head = f"{host} lets token {leaks[0].first_position} see {what}"
+        raise LeakError("\n".join([head, *map(str, leaks)]))
+    dependents, run, same = changes[2]
+    seen = run.difference(plain).masked_fill(dependents | ~same | (passes.of_token < 0), 0)
     if float(seen.max()) > passes.rounding:
         problems.append(f"lets token {int(seen.argmax())} see what comes after it")
     if longest is not None:
         batch = _with_labels(longest)
         plain, counts = passes.run(batch, documents=_documents(batch)), counts_of(batch)
-    segments = SegmentPlaces.of(batch)
-    half = -(-int(segments.lengths.max()) // 2)
-    parts = [_cut(batch, segments, min(half, _PIECE))]
-    parts.append(_alone(batch, segments, half) if any_length else _cut(batch, segments, half))
-    for part in parts:
+    for part in _parts(batch, any_length=any_length):
         comparable = counts[part.before] == counts_of(part.batch)[part.after]
         run = passes.run(part.batch, documents=_documents(part.batch))
         problems.append(_part_problem(part, plain, run, comparable, rounding=passes.rounding))
@@ -127,9 +124,12 @@ def _documents(batch: Mapping[str, Any]) -> Documents:
 
 def _with_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return the batch, with next tokens as labels if its loss mask is all 0."""
-    if (batch["loss_mask"] != 0).any():
+    if (batch[_weights(batch)] != 0).any():
         return dict(batch)
     tokens = batch["tokens"]
+    if "kv_index" in batch:
+        predicted = (batch["predecessors"] >= 0).view_as(tokens)
+        return {**batch, _weights(batch): predicted.float()}
     following = pad(tokens[:, 1:], (0, 1), value=-100)
     positions = SegmentPlaces.of(batch).positions().view_as(tokens)
     ends = pad(positions[:, 1:] == 0, (0, 1), value=True)
@@ -139,13 +139,33 @@ def _with_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
     return {**batch, "labels": labels, "loss_mask": (labels >= 0).float()}
 
 
-def _middles(segments: SegmentPlaces, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """Return whether every token is the middle one of its segment, and whether it is before it."""
-    middle, before = torch.zeros(2, num_tokens, dtype=torch.bool)
-    inside = segments.positions()
-    half = (segments.lengths // 2).repeat_interleave(segments.padded_lengths)
-    middle[: len(inside)], before[: len(inside)] = inside == half, inside < half
-    return middle, before
+def _weights(batch: Mapping[str, Any]) -> str:
+    return "loss_mask" if "loss_mask" in batch else "loss_weights"
+
+
+def _changed_tokens(batch: Mapping[str, Any]) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """Return the end of the tokens that may depend on each token (they begin with it), int64
+    (tokens,), and the tokens that three runs change."""
+    segments = SegmentPlaces.of(batch)
+    numbers = torch.arange(len(segments.begins))
+    last = ends = segments.begins + segments.lengths
+    if "kv_index" in batch:
+        numbers, last = branches(batch)
+    of_token = segments.of_token(batch["tokens"].numel())
+    used, inside = of_token >= 0, torch.arange(len(of_token))
+    odd = used & (numbers[of_token] % 2 == 1)
+    middle = used & (inside == (segments.begins + segments.lengths // 2)[of_token])
+    # A parent that is changed together with its branches would show nothing about them.
+    leaf = (last == ends)[of_token]
+    return last[of_token].where(used, inside), (odd, used & ~odd & leaf, middle & leaf)
+
+
+def _dependents(changed: Tensor, end: Tensor) -> Tensor:
+    """Return the tokens that may depend on a changed one: from each of these to its end."""
+    steps = torch.zeros(len(changed) + 1, dtype=torch.int64)
+    steps[:-1] += changed
+    steps.index_add_(0, end[changed], torch.full_like(end[changed], -1))
+    return steps.cumsum(0)[:-1] > 0
 
 
 def _loss_problem(losses: Tensor, counts: Tensor, of_token: Tensor) -> str | None:
@@ -170,6 +190,22 @@ class _Part(NamedTuple):
     before: Tensor
     after: Tensor
     what: str
+    cause: str = (
+        "The model depends on the lengths of other documents (like rope_type longrope or dynamic), "
+        "or on the length of the row. Pack into shorter buckets, or choose a rope_type that is the "
+        "same at any length"
+    )
+
+
+def _parts(batch: Mapping[str, Any], *, any_length: bool) -> Iterator[_Part]:
+    if "kv_index" in batch:
+        for part, before, after in paths(batch):
+            yield _Part(part, before, after, "its path is alone", CAUSE)
+        return
+    segments = SegmentPlaces.of(batch)
+    half = -(-int(segments.lengths.max()) // 2)
+    yield _cut(batch, segments, min(half, _PIECE))
+    yield _alone(batch, segments, half) if any_length else _cut(batch, segments, half)
 
 
 def _cut(batch: Mapping[str, Any], segments: SegmentPlaces, most: int) -> _Part:
@@ -259,7 +295,5 @@ def _part_problem(
     return (
         f"gives token {int(part.before[i])} different outputs in its row than if {part.what}: they "
         f"differ by {float(difference[i]):.3g}, but rounding explains only {rounding:.3g} "
-        f"({int(wrong.sum())} tokens differ). The model depends on the lengths of other documents "
-        "(like rope_type longrope or dynamic), or on the length of the row. Pack into shorter "
-        "buckets, or choose a rope_type that is the same at any length"
+        f"({int(wrong.sum())} tokens differ). {part.cause}"
     )

@@ -8,9 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from reference.trees import fields, tree_of
 from torch import Tensor, nn
 
+from megapack.attention import TreeSegments, tree_mask
+from megapack.data import TreeBatch, tree_batch
 from megapack.errors import ConfigError
+from megapack.planning import Tree
 from megapack.probe import SegmentPlaces, check_rows
 
 BOUNDS = (0, 5, 6, 13, 17, 19, 24)
@@ -259,3 +263,80 @@ def test_host_that_derives_labels_from_text_is_probed(joined: bool) -> None:
         return
     with pytest.raises(ConfigError, match="another document"):
         check_rows(forward, batch, **options)
+
+
+# --- packed prefix trees ---
+
+
+def tree_of_branches() -> dict[str, Any]:
+    """A prefix of 4 tokens with three branches, the second with two more, a root, and padding."""
+    prompt = [7, 3, 9, 4]
+    inner = [*prompt, 8, 8, 5]
+    sequences = [[*prompt, 5, 6, 7], [*inner, 1, 2], [*inner, 3, 4, 9], [*prompt, 9, 9], [1, 2, 3]]
+    tree = Tree(**fields(tree_of(dict(enumerate(sequences)))))
+    return dict(tree_batch(tree, sequences, pad_to=tree.num_tokens + 2))
+
+
+def mask_of(batch: dict[str, Any]) -> Tensor:
+    return tree_mask(TreeSegments.of(batch), batch["tokens"].shape[1])[0, 0]
+
+
+def tree_forward(
+    mask_of: Callable[[dict[str, Any]], Tensor] = mask_of, *, losses: bool = False
+) -> Callable[[dict[str, Any]], Tensor]:
+    """Return a layer of attention under a mask, or its losses."""
+    model = TinyModel()
+
+    def forward(batch: dict[str, Any]) -> Tensor:
+        x = model.embed(batch["tokens"][0]) + batch["position_ids"][0, :, None] / 8
+        scores = (model.project(x) @ x.T / 4).masked_fill(~mask_of(batch), -torch.inf)
+        logits: Tensor = model.head(x + scores.softmax(-1) @ x)
+        if losses:
+            return -TreeBatch(batch).log_probs(logits) * (batch["loss_weights"][0] != 0)
+        return logits
+
+    return forward
+
+
+@pytest.mark.parametrize("outputs", ["logits", "losses"])
+def test_a_forward_that_attends_to_paths_passes(outputs: Any) -> None:
+    batch = tree_of_branches()
+    forward = tree_forward(losses=outputs == "losses")
+    assert check_rows(forward, batch) >= 0
+    batch["loss_weights"] *= 0  # then the probe weighs every token that is predicted
+    assert check_rows(forward, batch) >= 0
+
+
+def test_visible_tokens_of_other_branches_are_found() -> None:
+    """One wrong entry of the mask, at every third place that must not be visible."""
+    batch = tree_of_branches()
+    segments, mask = TreeSegments.of(batch), mask_of(batch)
+    _, end = segments.spans(len(mask))
+    node = torch.bucketize(torch.arange(len(mask)), segments.cu_seqlens_q[1:], right=True)
+    hidden, missed = (~mask).nonzero().tolist()[::3], set()
+    for query, key in hidden:
+
+        def leaking(batch: dict[str, Any], query: int = query, key: int = key) -> Tensor:
+            mask = mask_of(batch)
+            mask[query, key] = True
+            return mask
+
+        try:
+            check_rows(tree_forward(leaking), batch)
+        except ConfigError:
+            pass
+        else:
+            missed.add((query, key))
+    # Nodes with branches are only changed if they are odd branches themselves.
+    inner = {key for key in range(len(mask)) if end[key] > segments.cu_seqlens_q[node[key] + 1]}
+    assert {key for _, key in missed} <= inner
+    assert len(missed) < len(hidden) / 4
+
+
+def test_paths_that_lack_their_prefix_are_found() -> None:
+    def nodes_only(batch: dict[str, Any]) -> Tensor:
+        documents = TreeSegments.of_documents(batch["cu_seqlens_q"], batch["max_seqlen_q"])
+        return tree_mask(documents, batch["tokens"].shape[1])[0, 0]
+
+    with pytest.raises(ConfigError, match=r"if its path is alone.*kv_index and the depths"):
+        check_rows(tree_forward(nodes_only), tree_of_branches())
