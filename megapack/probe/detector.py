@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from megapack.probe.boundaries import Documents, alone, read_documents
 from megapack.probe.call import call_target, changed_batch, counted_ends, is_compiled, narrow_head
@@ -157,11 +157,11 @@ class Passes:
             # Compiled code calls no hooks: the eager pass shows where a leak begins.
             base = again if is_compiled(self.target) else plain
             found = [x for change in changes for x in self.affected(plain, *change)]
-            if gradients:
+            found = merge(share(found))  # then all ranks take the same gradients
+            if gradients and found:
                 found = [self.with_source(leak, again) for leak in found[:NEAR]] + found[NEAR:]
-            found = merge(share(found))
-            if not found and gradients:
-                found = merge(share(self.gradient_leaks(again)))
+            elif gradients:
+                found = self.gradient_leaks(again)
             if found:
                 found = self.exact(found, base)
             if dist_size() > 1:
@@ -170,7 +170,15 @@ class Passes:
                 found = self.alone_leaks(plain)
             if not any(leak.kind == "loss_mask" for leak in found):
                 found += merge(share(self.counted_leaks(again)))
+            self.end_iteration()
             return found
+
+    def end_iteration(self) -> None:
+        """Let FSDP2 forget the passes before: without a backward pass, those that skip a module of
+        a group would end in the next training pass, which then frees parameters too early."""
+        for module in self.target.modules() if isinstance(self.target, nn.Module) else ():
+            if hasattr(module, "reset_iter_state") and module._get_fsdp_state()._is_root:
+                module.reset_iter_state()
 
     def halves(self) -> tuple[Tensor, Tensor]:
         """Return the tokens of odd and of even documents, bool (tokens,)."""
@@ -195,6 +203,7 @@ class Passes:
     ) -> Run:
         """Run the target once; ``eager``: without compiled code, so that hooks see all modules."""
         documents = documents or self.documents
+        self.end_iteration()
         self.forwards += documents is self.documents
         cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         devices = [torch.cuda.current_device()] if cuda else []
@@ -412,52 +421,71 @@ class Passes:
         return leaks
 
     def reached(self, again: Run, own: Tensor) -> Tensor:
-        """Return the size of the gradient of ``own`` tokens' outputs at tokens of other documents,
-        as a fraction of that at own ones, 0 if rounding explains it."""
+        """Return the gradient of the outputs of ``own`` documents at the tokens of every other one,
+        as a fraction of that at their own tokens, 0 if rounding explains it: both (documents,).
+
+        All ranks must call it, also those without tokens of ``own``. Zeros if autograd raises.
+        """
         assert again.gradients is not None
         found = [per_token(value, self.documents) for value in again.raw if value.requires_grad]
         outputs = [tokens for tokens in found if tokens is not None]
-        other = (self.of_token >= 0) & ~own
-        size = again.gradients.backward(outputs, own, other)
+        real = self.of_token >= 0
+        mine = real & own[self.of_token]
+        size, error = torch.zeros(len(own)), None
+        try:
+            of_token = again.gradients.backward(outputs, mine, real & ~mine)
+            size.scatter_reduce_(0, self.of_token[real], of_token[real], "amax")
+        except Exception as raised:
+            error = f"gradients are not checked: {type(raised).__name__}: {raised}"
+        ranks = [rank[0] for rank in share([(error, size)])]
+        errors = [error for error, _ in ranks if error]
+        if errors:
+            self.notes += [error for error in errors[:1] if error not in self.notes]
+            return torch.zeros(len(own))
+        size = torch.stack([size for _, size in ranks]).amax(dim=0)
+        size /= largest(size, own) or 1.0
         return size.masked_fill(own | (size <= self.allowed), 0)
 
     def with_source(self, leak: Leak, again: Run) -> Leak:
         """Return the leak with the document of which the affected one's gradient is largest."""
-        try:
-            size = self.reached(again, self.of_token == leak.to_document)
-        except Exception:  # reported where all gradients are checked
-            return leak
+        size = self.reached(again, torch.arange(len(self.numbers)) == leak.to_document)
         if not size.any():  # the dependence has no gradient: a choice of experts, a label
             return leak
-        source = int(self.of_token[size.argmax()])
+        source = int(size.argmax())
         forward = source < leak.to_document
         return replace(leak, from_document=source, direction="forward" if forward else "backward")
 
     def gradient_leaks(self, again: Run) -> list[Leak]:
-        """Return leaks that gradients show."""
-        leaks, bits = [], (len(self.numbers) - 1).bit_length()
-        for bit, value in itertools.product(range(min(BITS, bits)), (0, 1)):
-            own = (self.of_token >= 0) & ((self.of_token >> bit) % 2 == value)
-            try:
-                if not own.any() or not (size := self.reached(again, own)).any():
-                    continue
-            except Exception as error:
-                self.notes.append(f"gradients are not checked: {type(error).__name__}: {error}")
-                return []
-            source = int(self.of_token[size.argmax()])
-            near = sorted({*self.of_token[own].tolist()}, key=lambda n: abs(n - source))
+        """Return leaks that gradients show; all ranks take the same ones."""
+        numbers = torch.arange(len(self.numbers))
+        leaks: dict[tuple[int, int], Leak] = {}
+        bits = min(BITS, (len(numbers) - 1).bit_length())
+        for bit, value in itertools.product(range(bits), (0, 1)):
+            own = (numbers >> bit) % 2 == value
+            size = self.reached(again, own)
+            if not size.any():
+                continue
+            source = int(size.argmax())
+            near = sorted(numbers[own].tolist(), key=lambda n: abs(n - source))
             for to in near[:NEAR]:
-                size = self.reached(again, self.of_token == to)
-                if size[self.of_token == source].any():
+                size = self.reached(again, numbers == to)
+                if size[source]:
                     module = again.gradients.origin(self.allowed) if again.gradients else None
                     self.calls = again.calls
                     call = next((call for call in again.calls if call.module is module), None)
-                    place = int(self.documents.places(to)[0])
-                    leak = self.leak(call, source, to, place, float(size.max()), kind="gradient")
-                    leaks.append(leak)
+                    place = next(iter(self.documents.places(to).tolist()), -1)
+                    leaks[source, to] = self.leak(
+                        call, source, to, place, float(size[source]), kind="gradient"
+                    )
                     break
-        pairs = {(leak.from_document, leak.to_document): leak for leak in leaks}
-        return list(pairs.values())
+        ranks = share(list(leaks.values()))  # a rank knows the place, the layer, or neither
+        return [
+            replace(
+                max(same, key=lambda leak: leak.first_position),
+                layer=next((leak.layer for leak in same if leak.layer is not None), None),
+            )
+            for same in zip(*ranks, strict=True)
+        ]
 
     def counted_leaks(self, again: Run) -> list[Leak]:
         """Return leaks of a loss that counts labels of another document."""

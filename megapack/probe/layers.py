@@ -215,12 +215,12 @@ class Gradients:
         tokens = per_token(gradient, self.documents)
         if tokens is not None and self.sets is not None:
             size = tokens.detach().abs().amax(dim=1)
-            own, other = (size[where.to(size.device)] for where in self.sets)
-            self.seen[key] = (float(own.max()), float(other.max()))
+            own, other = (size[where.to(size.device)].tolist() for where in self.sets)
+            self.seen[key] = (max(own, default=0.0), max(other, default=0.0))
 
     def backward(self, outputs: list[Tensor], own: Tensor, other: Tensor) -> Tensor:
-        """Take the gradient of the outputs at ``own`` tokens; return its size at every token, as a
-        fraction of the largest at own ones, and 0 at those of neither set."""
+        """Take the gradient of the outputs at ``own`` tokens; return its size at every token, and 0
+        at those of neither set."""
         self.sets, self.seen = (own, other), {}
         generator = torch.Generator().manual_seed(0)
         total: Any = 0
@@ -233,7 +233,7 @@ class Gradients:
             tokens = None if grad is None else per_token(grad, self.documents)
             if tokens is not None:
                 size = size.maximum(tokens.float().abs().amax(dim=1).cpu())
-        return (size / size[own].max().clamp(min=1e-30)).masked_fill(~(own | other), 0)
+        return size.masked_fill(~(own | other), 0)
 
     def origin(self, allowed: float) -> nn.Module | None:
         """Return the innermost module whose backward pass leaked first."""
@@ -309,4 +309,7 @@ def kind_of(call: Call | None, name: str, *, alone: bool, forward: bool) -> str:
     ):
         if re.search(pattern, children):
             return kind
-    return "row_statistics" if not children.strip() else "attention_mask"
+    # What only computes token by token can leak by a statistic alone.
+    if not children.strip() or re.search(r"mlp|ffn|feed_?forward", words):
+        return "row_statistics"
+    return "attention_mask"
