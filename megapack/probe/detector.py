@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -176,7 +176,8 @@ class Passes:
     def end_iteration(self) -> None:
         """Let FSDP2 forget the passes before: without a backward pass, those that skip a module of
         a group would end in the next training pass, which then frees parameters too early."""
-        for module in self.target.modules() if isinstance(self.target, nn.Module) else ():
+        modules: Iterable[Any] = self.target.modules() if isinstance(self.target, nn.Module) else ()
+        for module in modules:
             if hasattr(module, "reset_iter_state") and module._get_fsdp_state()._is_root:
                 module.reset_iter_state()
 
