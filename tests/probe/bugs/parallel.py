@@ -1,0 +1,191 @@
+"""Public bugs under context and pipeline parallelism: what one rank runs, on gloo.
+
+``context_parallel(rank, world_size, name, broken)`` and ``pipeline(...)`` probe one bug with all
+ranks of a group and return each rank's report as a dict; ``test_parallel.py`` starts the ranks.
+A context-parallel rank holds one slice of the row, a pipeline stage one layer of the model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.nn.functional import all_gather
+from torch.nn import functional as F
+
+from megapack.probe import probe
+
+from .parts import (
+    WIDTH,
+    Attention,
+    Decoder,
+    Layer,
+    Mlp,
+    block_causal,
+    causal,
+    delta_rule,
+    packed_batch,
+)
+
+# ---- Context parallelism: rank r holds tokens [r * T / n, (r + 1) * T / n)
+
+
+def whole(x: Tensor, dim: int) -> Tensor:
+    """Return the slices of all ranks, joined; differentiable."""
+    return torch.cat(all_gather(x.contiguous()), dim=dim)
+
+
+def mine(x: Tensor, dim: int) -> Tensor:
+    return x.chunk(dist.get_world_size(), dim=dim)[dist.get_rank()]
+
+
+class GatheredAttention(Attention):
+    """Attention of this rank's queries to the keys of all ranks, inside documents."""
+
+    def forward(self, x: Tensor, **given: Any) -> Tensor:
+        q, k, v = self.heads(x, **given)
+        k, v = whole(k, 2), whole(v, 2)
+        mask = mine(self.visible(k.shape[2], **given), 0)
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class CausalRing(GatheredAttention):
+    """TRL#6843: context parallelism knows full causal attention only, and replaces every mask."""
+
+    def visible(self, length: int, **given: Any) -> Tensor:
+        return causal(length)
+
+
+class UlyssesMamba(nn.Module):
+    """prime-rl#3000: heads are exchanged for the whole row, then convolved and scanned at once.
+
+    A rank computes some channels of all tokens and returns all channels of its tokens. Documents
+    may begin in the middle of a rank's slice, so only ``cu_seqlens`` of the row can separate them.
+    """
+
+    separate = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.input, self.output = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.taps = nn.Parameter(torch.randn(WIDTH, 1, 4) / 2)
+        self.decay = nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, x: Tensor, *, cu_seqlens: Tensor, **given: Any) -> Tensor:
+        row = mine(whole(self.input(x), 1), 2)  # all tokens, some channels
+        taps, decay = mine(self.taps, 0), mine(self.decay.sigmoid(), 0)
+        sizes = cu_seqlens.diff().tolist() if self.separate else [row.shape[1]]
+        pieces = [self.scan(piece[0], taps, decay) for piece in row.split(sizes, dim=1)]
+        return self.output(mine(whole(torch.cat(pieces)[None], 2), 1))
+
+    def scan(self, piece: Tensor, taps: Tensor, decay: Tensor) -> Tensor:
+        mixed = F.conv1d(F.pad(piece.T, (3, 0))[None], taps, groups=len(taps))[0].T
+        state, states = torch.zeros_like(mixed[0]), []
+        for token in mixed:
+            state = decay * state + token
+            states.append(state)
+        return torch.stack(states)
+
+
+class SeparateUlyssesMamba(UlyssesMamba):
+    separate = True
+
+
+class ContextDelta(nn.Module):
+    """prime-rl#3003: the state's context is built from made-up ends, [0, tokens of the row]."""
+
+    separate = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.gates = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, 2)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, *, cu_seqlens: Tensor, **given: Any) -> Tensor:
+        row = whole(x, 1)[0]
+        q, k, v = self.qkv(row).chunk(3, dim=-1)
+        beta, decay = self.gates(row).sigmoid().unbind(-1)
+        ends = cu_seqlens if self.separate else torch.tensor([0, len(row)])
+        out = delta_rule(F.normalize(q, dim=-1), F.normalize(k, dim=-1), v, beta,
+                         0.9 + 0.1 * decay, ends)  # fmt: skip
+        return mine(self.out(out)[None], 1)
+
+
+class SeparateContextDelta(ContextDelta):
+    separate = True
+
+
+CONTEXT = {
+    "huggingface/trl#6843": (CausalRing, GatheredAttention),
+    "PrimeIntellect-ai/prime-rl#3000": (UlyssesMamba, SeparateUlyssesMamba),
+    "PrimeIntellect-ai/prime-rl#3003": (ContextDelta, SeparateContextDelta),
+}
+
+
+def context_parallel(rank: int, world_size: int, name: str, broken: bool) -> dict[str, Any]:
+    """Probe a model whose ranks hold slices of the row; the middle layer may be broken."""
+    torch.set_num_threads(1)
+    model = Decoder(GatheredAttention)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model.layers[0].mixer = GatheredAttention()
+        model.layers[1].mixer = CONTEXT[name][0 if broken else 1]()
+        model.layers[2].mixer = GatheredAttention()
+
+    def forward(batch: dict[str, Tensor]) -> Tensor:
+        """Return the logits of this rank's tokens."""
+        positions = mine(batch["position_ids"], 1)
+        return model(mine(batch["input_ids"], 1), cu_seqlens=batch["cu_seqlens"],
+                     position_ids=positions)  # fmt: skip
+
+    batch = packed_batch("cu_seqlens", "position_ids")
+    return probe(forward, batch, boundaries="cu_seqlens", module=model).as_dict()
+
+
+# ---- Pipeline parallelism: a stage is one layer; the first embeds, the last has the head
+
+
+class Stage(nn.Module):
+    """Megatron-Bridge#2952: ``get_batch`` returns early in middle stages, without cu_seqlens.
+
+    Their layers attend to the whole row. With two stages there is no middle, and all is right.
+    """
+
+    def __init__(self, broken: bool) -> None:
+        super().__init__()
+        self.rank, self.last = dist.get_rank(), dist.get_world_size() - 1
+        with torch.random.fork_rng():
+            torch.manual_seed(self.rank)
+            self.embed = nn.Embedding(64, WIDTH) if self.rank == 0 else None
+            self.layers = nn.ModuleList([Layer(StageAttention(), Mlp())])
+            self.head = nn.Linear(WIDTH, 64) if self.rank == self.last else None
+        self.broken = broken
+
+    def forward(self, input_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
+        middle = 0 < self.rank < self.last
+        ends = None if self.broken and middle else cu_seqlens
+        if self.embed is None:
+            x = torch.empty(*input_ids.shape, WIDTH)
+            dist.recv(x, self.rank - 1)
+        else:
+            x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x, cu_seqlens=ends)
+        if self.head is not None:
+            return self.head(x)
+        dist.send(x.detach().contiguous(), self.rank + 1)
+        return x
+
+
+class StageAttention(Attention):
+    def visible(self, length: int, *, cu_seqlens: Tensor | None, **given: Any) -> Tensor:
+        return causal(length) if cu_seqlens is None else block_causal(cu_seqlens)
+
+
+def pipeline(rank: int, world_size: int, name: str, broken: bool) -> dict[str, Any]:
+    """Probe the stages of a pipeline; ``name`` is unused, there is one bug."""
+    torch.set_num_threads(1)
+    return probe(Stage(broken), packed_batch("cu_seqlens"), gradients=False).as_dict()

@@ -1,0 +1,36 @@
+"""Public bugs that need several ranks: context parallelism on 2 and 4, pipelines of 3 and 4."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from integrations.harness import run_ranks
+
+from .parallel import context_parallel, pipeline
+
+CASES = [
+    ("huggingface/trl#6843", context_parallel, 2, "attention_mask", "layers.1.mixer"),
+    ("huggingface/trl#6843", context_parallel, 4, "attention_mask", "layers.1.mixer"),
+    ("PrimeIntellect-ai/prime-rl#3000", context_parallel, 2, "recurrent_state", "layers.1.mixer"),
+    ("PrimeIntellect-ai/prime-rl#3003", context_parallel, 4, "recurrent_state", "layers.1.mixer"),
+    ("NVIDIA-NeMo/Megatron-Bridge#2952", pipeline, 3, "attention_mask", "layers.0.mixer"),
+    ("NVIDIA-NeMo/Megatron-Bridge#2952", pipeline, 4, "attention_mask", "layers.0.mixer"),
+]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("issue", "function", "ranks", "kind", "layer"), CASES)
+def test_a_bug_of_several_ranks_is_found(
+    issue: str, function: Callable[..., Any], ranks: int, kind: str, layer: str, free_port: int
+) -> None:
+    reports = run_ranks(function, ranks, free_port, issue, True)
+    assert all(report == {**reports[0], "seconds": report["seconds"]} for report in reports)
+    leak = reports[0]["leaks"][0]
+    assert (leak["kind"], leak["layer"]) == (kind, layer), reports[0]
+    if function is pipeline:
+        assert leak["rank"] == 1, "the first stage in the middle leaks first"
+    fixed = run_ranks(function, ranks, free_port, issue, False)
+    assert [report["leaks"] for report in fixed] == [()] * ranks
