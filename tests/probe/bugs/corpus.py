@@ -1,7 +1,7 @@
 """A public bug, rebuilt: what the probe must say about the broken model, and about the fixed one.
 
     Bug("axolotl-ai-cloud/axolotl#3796", broken=..., fixed=..., batch=..., kind="attention_mask",
-        layer="layers.0.mixer")
+        layer="layers.0.self_attn")
 
 ``check`` probes both: the first leak of the broken model has the kind and the layer of the bug, and
 the fixed model has no leak. So a probe that accuses every model fails, too.

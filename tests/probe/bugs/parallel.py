@@ -66,6 +66,7 @@ class UlyssesMamba(nn.Module):
     may begin in the middle of a rank's slice, so only ``cu_seqlens`` of the row can separate them.
     """
 
+    name = "mixer"
     separate = False
 
     def __init__(self) -> None:
@@ -97,6 +98,7 @@ class SeparateUlyssesMamba(UlyssesMamba):
 class ContextDelta(nn.Module):
     """prime-rl#3003: the state's context is built from made-up ends, [0, tokens of the row]."""
 
+    name = "linear_attn"
     separate = False
 
     def __init__(self) -> None:
@@ -128,21 +130,12 @@ CONTEXT = {
 def context_parallel(rank: int, world_size: int, name: str, broken: bool) -> dict[str, Any]:
     """Probe a model whose ranks hold slices of the row; the middle layer may be broken."""
     torch.set_num_threads(1)
-    model = Decoder(GatheredAttention)
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        model.layers[0].mixer = GatheredAttention()
-        model.layers[1].mixer = CONTEXT[name][0 if broken else 1]()
-        model.layers[2].mixer = GatheredAttention()
-
-    def forward(batch: dict[str, Tensor]) -> Tensor:
-        """Return the logits of this rank's tokens."""
-        positions = mine(batch["position_ids"], 1)
-        return model(mine(batch["input_ids"], 1), cu_seqlens=batch["cu_seqlens"],
-                     position_ids=positions)  # fmt: skip
-
-    batch = packed_batch("cu_seqlens", "position_ids")
-    return probe(forward, batch, boundaries="cu_seqlens", module=model).as_dict()
+        model = Decoder(CONTEXT[name][0 if broken else 1], others=GatheredAttention)
+    row = packed_batch("position_ids", "segment_ids", "cu_seqlens")
+    batch = {key: value if key == "cu_seqlens" else mine(value, 1) for key, value in row.items()}
+    return probe(model, batch, boundaries="segment_ids").as_dict()
 
 
 # ---- Pipeline parallelism: a stage is one layer; the first embeds, the last has the head

@@ -77,6 +77,8 @@ def rotate(x: Tensor, positions: Tensor, base: float = 100.0) -> Tensor:
 class Attention(nn.Module):
     """Causal attention inside the documents of ``cu_seqlens``."""
 
+    name = "self_attn"  # as transformers calls it in a layer
+
     def __init__(self) -> None:
         super().__init__()
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
@@ -132,6 +134,8 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor,
 class GatedDelta(nn.Module):
     """Gated delta net: a short convolution, then a recurrent state."""
 
+    name = "linear_attn"
+
     def __init__(self) -> None:
         super().__init__()
         self.conv = ShortConvolution()
@@ -166,26 +170,27 @@ class Mlp(nn.Module):
 class Layer(nn.Module):
     def __init__(self, mixer: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
-        self.norm1, self.mixer = nn.RMSNorm(WIDTH), mixer
-        self.norm2, self.mlp = nn.RMSNorm(WIDTH), mlp
+        self.norm1, self.norm2 = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
+        self.add_module(mixer.name, mixer)
+        self.mlp, self.name = mlp, mixer.name
 
     def forward(self, x: Tensor, **given: Any) -> Tensor:
-        x = x + self.mixer(self.norm1(x), **given)
+        x = x + self.get_submodule(self.name)(self.norm1(x), **given)
         return x + self.mlp(self.norm2(x), **given)
 
 
 class Decoder(nn.Module):
     """Logits ``[1, T, VOCABULARY]`` of ``input_ids`` ``[1, T]``; other arguments go to the layers.
 
-    Layers 0 and 2 are right unless ``everywhere``, so a probe must name the layer in between.
+    Layers 0 and 2 have right attention, unless ``others`` replaces it: the probe must name layer 1.
     """
 
     def __init__(
         self, mixer: type[nn.Module] = Attention, mlp: type[nn.Module] = Mlp, *,
-        everywhere: bool = False,
+        others: type[nn.Module] | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        others = mixer if everywhere else Attention
+        others = others or Attention
         with torch.random.fork_rng():
             torch.manual_seed(0)
             self.embed = nn.Embedding(VOCABULARY, WIDTH)

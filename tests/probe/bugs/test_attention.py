@@ -149,7 +149,7 @@ class FirstRowsMask:
     """
 
     def __init__(self, broken: bool) -> None:
-        self.model, self.broken = Decoder(MaskGiven, everywhere=True), broken
+        self.model, self.broken = Decoder(MaskGiven, others=MaskGiven), broken
 
     def __call__(self, batch: dict[str, Tensor]) -> Tensor:
         documents = (batch["position_ids"] == 0).cumsum(1)
@@ -212,7 +212,7 @@ class LearnedPositions(nn.Module):
 
     def __init__(self, restart: bool) -> None:
         super().__init__()
-        self.decoder = Decoder(NoRotation, everywhere=True)
+        self.decoder = Decoder(NoRotation, others=NoRotation)
         self.wpe = nn.Embedding(64, WIDTH)
         self.restart = restart
         self.decoder.embed = WithPositions(self.decoder.embed, self.wpe)  # type: ignore[assignment]
@@ -281,32 +281,32 @@ class DynamicPerDocument(DynamicAttention):
 
 ENDS = packed_batch("cu_seqlens")
 BUGS = [
-    Bug("axolotl-ai-cloud/axolotl#3796", lambda: Decoder(NumbersToBool, everywhere=True),
-        lambda: Decoder(NumbersCompared, everywhere=True), packed_batch("segment_ids"),
-        "attention_mask", "layers.0.mixer"),
+    Bug("axolotl-ai-cloud/axolotl#3796", lambda: Decoder(NumbersToBool, others=NumbersToBool),
+        lambda: Decoder(NumbersCompared, others=NumbersCompared), packed_batch("segment_ids"),
+        "attention_mask", "layers.0.self_attn"),
     Bug("huggingface/transformers#46634",
-        lambda: with_ones(Decoder(PositionsUnlessMask, everywhere=True)),
-        lambda: Decoder(PositionsUnlessMask, everywhere=True), packed_batch("position_ids"),
-        "attention_mask", "layers.0.mixer"),
+        lambda: with_ones(Decoder(PositionsUnlessMask, others=PositionsUnlessMask)),
+        lambda: Decoder(PositionsUnlessMask, others=PositionsUnlessMask), packed_batch("position_ids"),
+        "attention_mask", "layers.0.self_attn"),
     Bug("AI-Hypercomputer/maxtext#4476", lambda: Decoder(TrainingKernel).train(),
-        lambda: Decoder().train(), ENDS, "attention_mask", "layers.1.mixer"),
+        lambda: Decoder().train(), ENDS, "attention_mask", "layers.1.self_attn"),
     Bug("Tencent-Hunyuan/HunyuanVideo#310", lambda: Decoder(OneSplit), Decoder, ENDS,
-        "attention_mask", "layers.1.mixer", pairs={(1, 2)}),
-    Bug("NVIDIA-NeMo/RL#2105", lambda: with_dataclass(Decoder(UnknownArgument, everywhere=True)),
-        lambda: with_fields(Decoder(UnknownArgument, everywhere=True)), ENDS,
-        "attention_mask", "layers.0.mixer"),
+        "attention_mask", "layers.1.self_attn", pairs={(1, 2)}),
+    Bug("NVIDIA-NeMo/RL#2105", lambda: with_dataclass(Decoder(UnknownArgument, others=UnknownArgument)),
+        lambda: with_fields(Decoder(UnknownArgument, others=UnknownArgument)), ENDS,
+        "attention_mask", "layers.0.self_attn"),
     Bug("pytorch/torchtitan#4801", lambda: Decoder(RowWindow), lambda: Decoder(DocumentWindow),
-        ENDS, "attention_mask", "layers.1.mixer", pairs={(0, 1), (1, 2)}),
+        ENDS, "attention_mask", "layers.1.self_attn", pairs={(0, 1), (1, 2)}),
     Bug("huggingface/transformers#40324", lambda: Decoder(RowChunks),
-        lambda: Decoder(DocumentChunks), ENDS, "attention_mask", "layers.1.mixer"),
+        lambda: Decoder(DocumentChunks), ENDS, "attention_mask", "layers.1.self_attn"),
     Bug("pytorch/torchtitan#1723", lambda: FirstRowsMask(True), lambda: FirstRowsMask(False),
-        two_rows(), "attention_mask", "layers.0.mixer"),
+        two_rows(), "attention_mask", "layers.0.self_attn"),
     Bug("fla-org/flash-linear-attention#836", lambda: Decoder(WrongBackward), Decoder, ENDS,
-        "gradient", "layers.1.mixer"),
+        "gradient", "layers.1.self_attn"),
     Bug("huggingface/nanoVLM#204", lambda: LearnedPositions(False),
         lambda: LearnedPositions(True), ENDS, "position_ids", "decoder.embed.wpe"),
     Bug("QwenLM/Qwen#401", lambda: Decoder(DynamicAttention), lambda: Decoder(DynamicPerDocument),
-        ENDS, "position_ids", "layers.1.mixer.rotary"),
+        ENDS, "position_ids", "layers.1.self_attn.rotary"),
 ]  # fmt: skip
 
 

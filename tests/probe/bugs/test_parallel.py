@@ -12,12 +12,18 @@ from integrations.harness import run_ranks
 from .parallel import context_parallel, pipeline
 
 CASES = [
-    ("huggingface/trl#6843", context_parallel, 2, "attention_mask", "layers.1.mixer"),
-    ("huggingface/trl#6843", context_parallel, 4, "attention_mask", "layers.1.mixer"),
+    ("huggingface/trl#6843", context_parallel, 2, "attention_mask", "layers.1.self_attn"),
+    ("huggingface/trl#6843", context_parallel, 4, "attention_mask", "layers.1.self_attn"),
     ("PrimeIntellect-ai/prime-rl#3000", context_parallel, 2, "recurrent_state", "layers.1.mixer"),
-    ("PrimeIntellect-ai/prime-rl#3003", context_parallel, 4, "recurrent_state", "layers.1.mixer"),
-    ("NVIDIA-NeMo/Megatron-Bridge#2952", pipeline, 3, "attention_mask", "layers.0.mixer"),
-    ("NVIDIA-NeMo/Megatron-Bridge#2952", pipeline, 4, "attention_mask", "layers.0.mixer"),
+    (
+        "PrimeIntellect-ai/prime-rl#3003",
+        context_parallel,
+        4,
+        "recurrent_state",
+        "layers.1.linear_attn",
+    ),
+    ("NVIDIA-NeMo/Megatron-Bridge#2952", pipeline, 3, "attention_mask", "layers.0.self_attn"),
+    ("NVIDIA-NeMo/Megatron-Bridge#2952", pipeline, 4, "attention_mask", "layers.0.self_attn"),
 ]
 
 

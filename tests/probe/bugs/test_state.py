@@ -59,6 +59,7 @@ class MaskOverwritesEnds(nn.Module):
     is a linear attention without convolution.
     """
 
+    name = "linear_attn"
     overwrites = True
 
     def __init__(self) -> None:
@@ -101,6 +102,7 @@ class SelectiveScan(nn.Module):
     The scan of a Mamba layer then runs through the row. ``cu_seqlens`` is there all the time.
     """
 
+    name = "mixer"
     resets = False
 
     def __init__(self) -> None:
@@ -132,21 +134,21 @@ def with_ones(model: nn.Module) -> Any:
 
 ENDS = packed_batch("cu_seqlens")
 BOTH = packed_batch("cu_seqlens", "position_ids")
-STATE, CONVOLUTION, MIXER = "recurrent_state", "convolution", "layers.1.mixer"
+STATE, CONVOLUTION, LAYER = "recurrent_state", "convolution", "layers.1.linear_attn"
 BUGS = [
     Bug("THUDM/slime#1686", lambda: Decoder(StateWithoutEnds), lambda: Decoder(GatedDelta),
-        ENDS, STATE, MIXER),
+        ENDS, STATE, LAYER),
     Bug("NVIDIA-NeMo/Automodel#2147", lambda: Decoder(ConvolutionWithoutEnds),
-        lambda: Decoder(GatedDelta), ENDS, CONVOLUTION, f"{MIXER}.conv", pairs={(0, 1), (1, 2)}),
+        lambda: Decoder(GatedDelta), ENDS, CONVOLUTION, f"{LAYER}.conv", pairs={(0, 1), (1, 2)}),
     Bug("huggingface/transformers#46093", lambda: Decoder(NeitherFromPositions),
-        lambda: Decoder(BothFromPositions), BOTH, CONVOLUTION, f"{MIXER}.conv",
+        lambda: Decoder(BothFromPositions), BOTH, CONVOLUTION, f"{LAYER}.conv",
         options={"boundaries": "position_ids"}),
     Bug("fla-org/flash-linear-attention#838", lambda: with_ones(Decoder(MaskOverwritesEnds)),
-        lambda: with_ones(Decoder(EndsOfCaller)), ENDS, STATE, MIXER),
+        lambda: with_ones(Decoder(EndsOfCaller)), ENDS, STATE, LAYER),
     Bug("fla-org/flash-linear-attention#1184", lambda: Decoder(NaiveWithoutEnds),
-        lambda: Decoder(EndsOfCaller), ENDS, STATE, MIXER),
+        lambda: Decoder(EndsOfCaller), ENDS, STATE, LAYER),
     Bug("NovaSky-AI/SkyRL#2056", lambda: Decoder(SelectiveScan),
-        lambda: Decoder(ScanWithResets), ENDS, STATE, MIXER),
+        lambda: Decoder(ScanWithResets), ENDS, STATE, "layers.1.mixer"),
 ]  # fmt: skip
 
 
