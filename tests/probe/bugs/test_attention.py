@@ -41,7 +41,7 @@ class NumbersCompared(Attention):
         return causal(length) & (segment_ids[0][:, None] == segment_ids[0])
 
 
-class PositionsUnlessMask(Attention):
+class PositionsWithoutMask(Attention):
     """transformers#46634: restarts of position ids count only if no attention mask is given.
 
     The collator gives one of ones, so the model builds the plain causal mask.
@@ -170,34 +170,42 @@ def two_rows() -> dict[str, Tensor]:
     return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
 
 
-class BackwardOfRow(torch.autograd.Function):
-    """flash-linear-attention#836: the forward pass is exact, the gradient of q is not.
+class MisplacedGradient(torch.autograd.Function):
+    """flash-attention#2337: two kernels of the backward pass disagree about the size of a tile.
 
-    The backward kernel reads beyond the segment of a query. A comparison of losses shows nothing.
+    The gradient of q is gathered in a buffer in which each document begins at a full tile. One
+    kernel writes with tiles of 64 (here 4), the next one reads with tiles of 128 (here 8), so the
+    end of a document gets gradients of the next one. The forward pass and all losses are right.
     """
 
+    tiles = (4, 8)
+
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        ctx.save_for_backward(q, k, v, mask)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
+        ctx.save_for_backward(q, k, v, cu_seqlens)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=block_causal(cu_seqlens))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        q, k, v, mask = ctx.saved_tensors
-
-        def gradients(mask: Tensor) -> tuple[Tensor, ...]:
-            with torch.enable_grad():
-                inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-                out = F.scaled_dot_product_attention(*inputs, attn_mask=mask)
-            return torch.autograd.grad(out, inputs, gradient)
-
-        _, dk, dv = gradients(mask)
-        return gradients(causal(len(mask)))[0], dk, dv, None
+        q, k, v, cu_seqlens = ctx.saved_tensors
+        with torch.enable_grad():
+            inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+            out = F.scaled_dot_product_attention(*inputs, attn_mask=block_causal(cu_seqlens))
+        dq, dk, dv = torch.autograd.grad(out, inputs, gradient)
+        documents = segments_of(cu_seqlens)
+        begins = cu_seqlens.long()[documents]
+        written, read = (
+            (begins + documents * tile) // tile * tile + offsets_of(cu_seqlens)
+            for tile in MisplacedGradient.tiles
+        )
+        buffer = dq.new_zeros(*dq.shape[:2], 2 * dq.shape[2], dq.shape[3])
+        buffer[:, :, written] = dq
+        return buffer[:, :, read], dk, dv, None
 
 
 class WrongBackward(Attention):
-    def forward(self, x: Tensor, **given: Any) -> Tensor:
-        mixed = BackwardOfRow.apply(*self.heads(x, **given), self.visible(x.shape[1], **given))
+    def forward(self, x: Tensor, *, cu_seqlens: Tensor, **given: Any) -> Tensor:
+        mixed = MisplacedGradient.apply(*self.heads(x, **given), cu_seqlens)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 
@@ -285,26 +293,26 @@ BUGS = [
         lambda: Decoder(NumbersCompared, others=NumbersCompared), packed_batch("segment_ids"),
         "attention_mask", "layers.0.self_attn"),
     Bug("huggingface/transformers#46634",
-        lambda: with_ones(Decoder(PositionsUnlessMask, others=PositionsUnlessMask)),
-        lambda: Decoder(PositionsUnlessMask, others=PositionsUnlessMask), packed_batch("position_ids"),
-        "attention_mask", "layers.0.self_attn"),
+        lambda: with_ones(Decoder(PositionsWithoutMask, others=PositionsWithoutMask)),
+        lambda: Decoder(PositionsWithoutMask, others=PositionsWithoutMask), packed_batch("position_ids"),
+        "attention_mask", "Decoder.layers.0.self_attn"),
     Bug("AI-Hypercomputer/maxtext#4476", lambda: Decoder(TrainingKernel).train(),
         lambda: Decoder().train(), ENDS, "attention_mask", "layers.1.self_attn"),
     Bug("Tencent-Hunyuan/HunyuanVideo#310", lambda: Decoder(OneSplit), Decoder, ENDS,
         "attention_mask", "layers.1.self_attn", pairs={(1, 2)}),
     Bug("NVIDIA-NeMo/RL#2105", lambda: with_dataclass(Decoder(UnknownArgument, others=UnknownArgument)),
         lambda: with_fields(Decoder(UnknownArgument, others=UnknownArgument)), ENDS,
-        "attention_mask", "layers.0.self_attn"),
+        "attention_mask", "Decoder.layers.0.self_attn"),
     Bug("pytorch/torchtitan#4801", lambda: Decoder(RowWindow), lambda: Decoder(DocumentWindow),
         ENDS, "attention_mask", "layers.1.self_attn", pairs={(0, 1), (1, 2)}),
     Bug("huggingface/transformers#40324", lambda: Decoder(RowChunks),
         lambda: Decoder(DocumentChunks), ENDS, "attention_mask", "layers.1.self_attn"),
     Bug("pytorch/torchtitan#1723", lambda: FirstRowsMask(True), lambda: FirstRowsMask(False),
-        two_rows(), "attention_mask", "layers.0.self_attn"),
-    Bug("fla-org/flash-linear-attention#836", lambda: Decoder(WrongBackward), Decoder, ENDS,
-        "gradient", "layers.1.self_attn"),
+        two_rows(), "attention_mask", None),
+    Bug("Dao-AILab/flash-attention#2337", lambda: Decoder(WrongBackward), Decoder,
+        packed_batch("cu_seqlens", lengths=(14, 10, 17, 9)), "gradient", "layers.1.self_attn"),
     Bug("huggingface/nanoVLM#204", lambda: LearnedPositions(False),
-        lambda: LearnedPositions(True), ENDS, "position_ids", "decoder.embed.wpe"),
+        lambda: LearnedPositions(True), ENDS, "position_ids", "decoder.embed"),
     Bug("QwenLM/Qwen#401", lambda: Decoder(DynamicAttention), lambda: Decoder(DynamicPerDocument),
         ENDS, "position_ids", "layers.1.self_attn.rotary"),
 ]  # fmt: skip

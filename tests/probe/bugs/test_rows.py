@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .corpus import Bug, check
-from .parts import WIDTH, Attention, Decoder, Layer, Mlp, packed_batch, segments_of, token_losses
+from .parts import WIDTH, Attention, Decoder, Layer, Mlp, packed_batch, token_losses
 
 # ---- Experts and statistics
 
@@ -63,7 +63,7 @@ class ChoosingExperts(Experts):
         return torch.zeros_like(scores, dtype=torch.bool).scatter(0, chosen, True)
 
 
-class RowGate(Mlp):
+class RowMean(Mlp):
     """MEO#2: the router takes the mean over the sequence, which is the row of all documents."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class RowGate(Mlp):
         return self.down(F.gelu(self.up(x)) * self.gate(x.mean(1, keepdim=True)).sigmoid())
 
 
-class TokenGate(RowGate):
+class TokenScale(RowMean):
     def forward(self, x: Tensor, **given: Any) -> Tensor:
         return self.down(F.gelu(self.up(x)) * self.gate(x).sigmoid())
 
@@ -150,8 +150,10 @@ class MultiToken(nn.Module):
         return losses
 
     def crosses(self, cu_seqlens: Tensor) -> Tensor:
-        segments = segments_of(cu_seqlens)
-        return (segments != segments.roll(-1)) & self.within
+        """Return whether a token's second next token is in another document."""
+        last = torch.zeros(int(cu_seqlens[-1]), dtype=torch.bool)
+        last[cu_seqlens[1:].long() - 1] = True
+        return last & self.within
 
 
 ENDS = packed_batch("cu_seqlens")
@@ -162,7 +164,7 @@ BUGS = [
         lambda: Decoder(mlp=Experts), ENDS, "expert_capacity", "layers.1.mlp"),
     Bug("piotrpiekos/MoSA#3", lambda: Decoder(mlp=ChoosingExperts), lambda: Decoder(mlp=Experts),
         ENDS, "expert_capacity", "layers.1.mlp"),
-    Bug("Shwai-He/MEO#2", lambda: Decoder(mlp=RowGate), lambda: Decoder(mlp=TokenGate), ENDS,
+    Bug("Shwai-He/MEO#2", lambda: Decoder(mlp=RowMean), lambda: Decoder(mlp=TokenScale), ENDS,
         "row_statistics", "layers.1.mlp"),
     Bug("meta-pytorch/torchtune#2613", lambda: ShiftedRow(True), lambda: ShiftedRow(False), ENDS,
         "loss_mask", None, pairs={(1, 0), (2, 1)}),

@@ -144,7 +144,7 @@ BUGS = [
         lambda: Decoder(BothFromPositions), BOTH, CONVOLUTION, f"{LAYER}.conv",
         options={"boundaries": "position_ids"}),
     Bug("fla-org/flash-linear-attention#838", lambda: with_ones(Decoder(MaskOverwritesEnds)),
-        lambda: with_ones(Decoder(EndsOfCaller)), ENDS, STATE, LAYER),
+        lambda: with_ones(Decoder(EndsOfCaller)), ENDS, STATE, f"Decoder.{LAYER}"),
     Bug("fla-org/flash-linear-attention#1184", lambda: Decoder(NaiveWithoutEnds),
         lambda: Decoder(EndsOfCaller), ENDS, STATE, LAYER),
     Bug("NovaSky-AI/SkyRL#2056", lambda: Decoder(SelectiveScan),
