@@ -47,9 +47,10 @@ def _numbers(row: Row) -> Tensor:
 
 
 def _block_mask(row: Row) -> Tensor:
+    """Return a mask to add to scores, float32 ``[1, 1, T, T]``."""
     numbers = _numbers(row)[0]
     mask = (numbers[:, None] == numbers) & torch.ones(len(numbers), len(numbers)).tril().bool()
-    return mask[None, None]
+    return torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float16).min)[None, None]
 
 
 # Ways in which trainers pass boundaries to a model: name -> arguments besides input_ids.
@@ -61,6 +62,8 @@ WAYS: dict[str, Callable[[Row], dict[str, Any]]] = {
         **row.arguments(),
         "seq_idx": _numbers(row).int() - 1,
     },
+    # the same in a loop that leaves the model's use_cache on, as configurations have it
+    "position_ids, use_cache": lambda row: {"position_ids": row.position_ids, "use_cache": True},
     # positions that restart, and a mask without padding, which collators add
     "mask of ones": lambda row: {
         "position_ids": row.position_ids,
@@ -91,7 +94,9 @@ class Finding:
     """Where the first leak begins and its kind, or why the combination was refused."""
 
     def __str__(self) -> str:
-        return f"leaks: {self.detail.partition(' ')[0]}" if self.verdict == "leaks" else self.verdict
+        return (
+            f"leaks: {self.detail.partition(' ')[0]}" if self.verdict == "leaks" else self.verdict
+        )
 
 
 def findings(
@@ -118,6 +123,8 @@ def findings(
             continue
         for way in boundaries:
             batch = {"input_ids": row.tokens, "use_cache": False, **WAYS[way](row)}
+            if way == "4-D mask":
+                batch["attention_mask"] = batch["attention_mask"].to(dtype)
             verdict, detail = _verdict(model, batch, row)
             found.append(Finding(name, implementation, way, label, verdict, detail))
     return found
@@ -151,6 +158,8 @@ def _tiny_model(configuration: Any, attention: str, dtype: torch.dtype) -> Any:
 
     def build(tiny: Any, implementation: str) -> Any:
         transformers = require("transformers", "megapack-probe")
+        if implementation == "flex_attention" and not torch.cuda.is_available():
+            raise MegapackError("flex_attention is probed on a GPU; its CPU kernel is compiled")
         return transformers.AutoModelForCausalLM.from_config(
             copy.deepcopy(tiny), attn_implementation=implementation, dtype=dtype
         )
@@ -166,7 +175,9 @@ def _lower_thresholds(tiny: Any) -> None:
     rope = getattr(tiny, "rope_parameters", None) or {}
     for parameters in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
         if parameters.get("rope_type") in ("dynamic", "longrope"):
-            tiny.max_position_embeddings = max(LENGTHS) if "long_factor" in parameters else THRESHOLD
+            tiny.max_position_embeddings = (
+                max(LENGTHS) if "long_factor" in parameters else THRESHOLD
+            )
             if "original_max_position_embeddings" in parameters:
                 parameters["original_max_position_embeddings"] = THRESHOLD
             if hasattr(tiny, "original_max_position_embeddings"):

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ContextDecorator
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ from torch import nn
 
 from megapack.errors import MegapackWarning
 from megapack.probe.detector import probe
-from megapack.probe.report import Report
+from megapack.probe.report import LeakError, Report
 
 
 class watch(ContextDecorator):  # noqa: N801  # read as a function, like contextlib's own
@@ -47,12 +47,11 @@ class watch(ContextDecorator):  # noqa: N801  # read as a function, like context
         **options: Any,
     ) -> None:
         self._on_leak, self._options = on_leak, options
-        self._probing = False
+        self._hooks = [self._hook(module) for module in model]
+
+    def _hook(self, module: nn.Module) -> Any:
         # In front of the hooks of FSDP, which gather the parameters of the real pass.
-        self._hooks = [
-            module.register_forward_pre_hook(self._probe, prepend=True, with_kwargs=True)
-            for module in model
-        ]
+        return module.register_forward_pre_hook(self._probe, prepend=True, with_kwargs=True)
 
     def remove(self) -> None:
         """Stop watching."""
@@ -74,17 +73,25 @@ class watch(ContextDecorator):  # noqa: N801  # read as a function, like context
             )
 
     def _probe(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._probing or not module.training or not torch.is_grad_enabled():
+        if not module.training or not torch.is_grad_enabled():
             return
-        self._probing = True
-        batch = dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
-        batch.update(batch.pop("kwargs", {}))
+        self.remove()  # the passes of the probe must not come here again
+        signature = inspect.signature(module.forward)
+        batch = dict(signature.bind(*args, **kwargs).arguments)
+        for name, parameter in signature.parameters.items():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                batch |= batch.pop(name, {})
         try:
             self.report = probe(
                 module, batch, call=lambda _, given: module(**given), **self._options
             )
-        finally:
-            self.remove()
+        except LeakError:
+            # A fused loss returns no logits; the decoder, called next, returns hidden states.
+            decoder = getattr(module, "get_decoder", lambda: module)()
+            if decoder is module:
+                raise
+            self._hooks = [self._hook(decoder)]
+            return
         if self._on_leak == "raise":
             self.report.raise_if_leaking()
         elif not self.report.ok:

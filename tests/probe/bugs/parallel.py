@@ -1,7 +1,7 @@
 """Public bugs under context and pipeline parallelism: what one rank runs, on gloo.
 
-``context_parallel(rank, world_size, name, broken)`` and ``pipeline(...)`` probe one bug with all
-ranks of a group and return each rank's report as a dict; ``test_parallel.py`` starts the ranks.
+``context_parallel(rank, world_size, issue)`` and ``pipeline(...)`` probe the broken model and the
+fixed one with all ranks of a group; ``test_parallel.py`` starts the ranks.
 A context-parallel rank holds one slice of the row, a pipeline stage one layer of the model.
 """
 
@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.nn.functional import all_gather
 from torch.nn import functional as F
 
 from megapack.probe import probe
@@ -32,9 +31,27 @@ from .parts import (
 # ---- Context parallelism: rank r holds tokens [r * T / n, (r + 1) * T / n)
 
 
+class Gather(torch.autograd.Function):
+    """Join the slices of all ranks; its gradient is the sum of all ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int) -> Tensor:
+        ctx.dim = dim
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, x.contiguous())
+        return torch.cat(parts, dim=dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        gradient = gradient.contiguous()
+        dist.all_reduce(gradient)
+        return mine(gradient, ctx.dim), None
+
+
 def whole(x: Tensor, dim: int) -> Tensor:
-    """Return the slices of all ranks, joined; differentiable."""
-    return torch.cat(all_gather(x.contiguous()), dim=dim)
+    """Return the slices of all ranks, joined."""
+    joined: Tensor = Gather.apply(x, dim)
+    return joined
 
 
 def mine(x: Tensor, dim: int) -> Tensor:
@@ -127,15 +144,13 @@ CONTEXT = {
 }
 
 
-def context_parallel(rank: int, world_size: int, name: str, broken: bool) -> dict[str, Any]:
-    """Probe a model whose ranks hold slices of the row; the middle layer may be broken."""
+def context_parallel(rank: int, world_size: int, issue: str) -> list[dict[str, Any]]:
+    """Return this rank's reports, broken and fixed; ranks hold slices of the row."""
     torch.set_num_threads(1)
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        model = Decoder(CONTEXT[name][0 if broken else 1], others=GatheredAttention)
     row = packed_batch("position_ids", "segment_ids", "cu_seqlens")
     batch = {key: value if key == "cu_seqlens" else mine(value, 1) for key, value in row.items()}
-    return probe(model, batch, boundaries="segment_ids").as_dict()
+    models = [Decoder(mixer, others=GatheredAttention) for mixer in CONTEXT[issue]]
+    return [probe(model, batch, boundaries="segment_ids").as_dict() for model in models]
 
 
 # ---- Pipeline parallelism: a stage is one layer; the first embeds, the last has the head
@@ -178,7 +193,8 @@ class StageAttention(Attention):
         return causal(length) if cu_seqlens is None else block_causal(cu_seqlens)
 
 
-def pipeline(rank: int, world_size: int, name: str, broken: bool) -> dict[str, Any]:
-    """Probe the stages of a pipeline; ``name`` is unused, there is one bug."""
+def pipeline(rank: int, world_size: int, issue: str) -> list[dict[str, Any]]:
+    """Return this rank's reports, broken and fixed; every rank is a stage."""
     torch.set_num_threads(1)
-    return probe(Stage(broken), packed_batch("cu_seqlens"), gradients=False).as_dict()
+    batch = packed_batch("cu_seqlens")
+    return [probe(Stage(broken), batch, gradients=False).as_dict() for broken in (True, False)]
