@@ -63,7 +63,7 @@ WAYS: dict[str, Callable[[Row], dict[str, Any]]] = {
         "seq_idx": _numbers(row).int() - 1,
     },
     # the same in a loop that leaves the model's use_cache on, as configurations have it
-    "position_ids, use_cache": lambda row: {"position_ids": row.position_ids, "use_cache": True},
+    "position_ids and use_cache": lambda row: {"position_ids": row.position_ids, "use_cache": True},
     # positions that restart, and a mask without padding, which collators add
     "mask of ones": lambda row: {
         "position_ids": row.position_ids,

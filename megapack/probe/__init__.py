@@ -15,5 +15,15 @@ from megapack.probe.boundaries import SegmentPlaces
 from megapack.probe.detector import probe
 from megapack.probe.report import Leak, LeakError, Report
 from megapack.probe.rows import check_rows
+from megapack.probe.watch import LeakCallback, watch
 
-__all__ = ["Leak", "LeakError", "Report", "SegmentPlaces", "check_rows", "probe"]
+__all__ = [
+    "Leak",
+    "LeakCallback",
+    "LeakError",
+    "Report",
+    "SegmentPlaces",
+    "check_rows",
+    "probe",
+    "watch",
+]

@@ -22,6 +22,12 @@ from .parts import (
     segments_of,
 )
 
+
+def everywhere(attention: type[Attention]) -> Decoder:
+    """Return a model with this attention in all layers."""
+    return Decoder(attention, others=attention)
+
+
 # ---- Masks
 
 
@@ -149,7 +155,7 @@ class FirstRowsMask:
     """
 
     def __init__(self, broken: bool) -> None:
-        self.model, self.broken = Decoder(MaskGiven, others=MaskGiven), broken
+        self.model, self.broken = everywhere(MaskGiven), broken
 
     def __call__(self, batch: dict[str, Tensor]) -> Tensor:
         documents = (batch["position_ids"] == 0).cumsum(1)
@@ -220,7 +226,7 @@ class LearnedPositions(nn.Module):
 
     def __init__(self, restart: bool) -> None:
         super().__init__()
-        self.decoder = Decoder(NoRotation, others=NoRotation)
+        self.decoder = everywhere(NoRotation)
         self.wpe = nn.Embedding(64, WIDTH)
         self.restart = restart
         self.decoder.embed = WithPositions(self.decoder.embed, self.wpe)  # type: ignore[assignment]
@@ -289,19 +295,18 @@ class DynamicPerDocument(DynamicAttention):
 
 ENDS = packed_batch("cu_seqlens")
 BUGS = [
-    Bug("axolotl-ai-cloud/axolotl#3796", lambda: Decoder(NumbersToBool, others=NumbersToBool),
-        lambda: Decoder(NumbersCompared, others=NumbersCompared), packed_batch("segment_ids"),
+    Bug("axolotl-ai-cloud/axolotl#3796", lambda: everywhere(NumbersToBool),
+        lambda: everywhere(NumbersCompared), packed_batch("segment_ids"),
         "attention_mask", "layers.0.self_attn"),
-    Bug("huggingface/transformers#46634",
-        lambda: with_ones(Decoder(PositionsWithoutMask, others=PositionsWithoutMask)),
-        lambda: Decoder(PositionsWithoutMask, others=PositionsWithoutMask), packed_batch("position_ids"),
+    Bug("huggingface/transformers#46634", lambda: with_ones(everywhere(PositionsWithoutMask)),
+        lambda: everywhere(PositionsWithoutMask), packed_batch("position_ids"),
         "attention_mask", "Decoder.layers.0.self_attn"),
     Bug("AI-Hypercomputer/maxtext#4476", lambda: Decoder(TrainingKernel).train(),
         lambda: Decoder().train(), ENDS, "attention_mask", "layers.1.self_attn"),
     Bug("Tencent-Hunyuan/HunyuanVideo#310", lambda: Decoder(OneSplit), Decoder, ENDS,
         "attention_mask", "layers.1.self_attn", pairs={(1, 2)}),
-    Bug("NVIDIA-NeMo/RL#2105", lambda: with_dataclass(Decoder(UnknownArgument, others=UnknownArgument)),
-        lambda: with_fields(Decoder(UnknownArgument, others=UnknownArgument)), ENDS,
+    Bug("NVIDIA-NeMo/RL#2105", lambda: with_dataclass(everywhere(UnknownArgument)),
+        lambda: with_fields(everywhere(UnknownArgument)), ENDS,
         "attention_mask", "Decoder.layers.0.self_attn"),
     Bug("pytorch/torchtitan#4801", lambda: Decoder(RowWindow), lambda: Decoder(DocumentWindow),
         ENDS, "attention_mask", "layers.1.self_attn", pairs={(0, 1), (1, 2)}),

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-
 from integrations.harness import run_ranks
 
 from .parallel import context_parallel, pipeline
