@@ -317,7 +317,7 @@ BUGS = [
     Bug("Dao-AILab/flash-attention#2337", lambda: Decoder(WrongBackward), Decoder,
         packed_batch("cu_seqlens", lengths=(14, 10, 17, 9)), "gradient", "layers.1.self_attn"),
     Bug("huggingface/nanoVLM#204", lambda: LearnedPositions(False),
-        lambda: LearnedPositions(True), ENDS, "position_ids", "decoder.embed"),
+        lambda: LearnedPositions(True), ENDS, "position_ids", "decoder.embed.wpe"),
     Bug("QwenLM/Qwen#401", lambda: Decoder(DynamicAttention), lambda: Decoder(DynamicPerDocument),
         ENDS, "position_ids", "layers.1.self_attn.rotary"),
 ]  # fmt: skip
