@@ -197,4 +197,4 @@ def pipeline(rank: int, world_size: int, issue: str) -> list[dict[str, Any]]:
     """Return this rank's reports, broken and fixed; every rank is a stage."""
     torch.set_num_threads(1)
     batch = packed_batch("cu_seqlens")
-    return [probe(Stage(broken), batch, gradients=False).as_dict() for broken in (True, False)]
+    return [probe(Stage(broken), batch).as_dict() for broken in (True, False)]
