@@ -64,6 +64,27 @@ class PositionsWithoutMask(Attention):
         return mask
 
 
+class PreparedMasks(PositionsWithoutMask):
+    """AReaL#1442: the engine passes ``{"full_attention": None}``, ends and restarting positions.
+
+    A mapping counts as masks that are made already; None of them means plain causal attention for
+    sdpa and eager. Only varlen kernels read the ends.
+    """
+
+    def visible(self, length: int, *, attention_mask: Any = None, **given: Any) -> Tensor:
+        if isinstance(attention_mask, dict):
+            mask: Tensor | None = attention_mask["full_attention"]
+            return causal(length) if mask is None else mask
+        return super().visible(length, attention_mask=attention_mask, **given)
+
+
+def with_mapping(target: nn.Module) -> Any:
+    def forward(batch: dict[str, Tensor]) -> Tensor:
+        return target(**batch, attention_mask={"full_attention": None})
+
+    return forward
+
+
 def with_ones(target: nn.Module) -> Any:
     def forward(batch: dict[str, Tensor]) -> Tensor:
         return target(**batch, attention_mask=torch.ones_like(batch["input_ids"]))
@@ -300,6 +321,9 @@ BUGS = [
         "attention_mask", "layers.0.self_attn"),
     Bug("huggingface/transformers#46634", lambda: with_ones(everywhere(PositionsWithoutMask)),
         lambda: everywhere(PositionsWithoutMask), packed_batch("position_ids"),
+        "attention_mask", "Decoder.layers.0.self_attn"),
+    Bug("areal-project/AReaL#1442", lambda: with_mapping(everywhere(PreparedMasks)),
+        lambda: everywhere(PreparedMasks), packed_batch("position_ids", "cu_seqlens"),
         "attention_mask", "Decoder.layers.0.self_attn"),
     Bug("AI-Hypercomputer/maxtext#4476", lambda: Decoder(TrainingKernel).train(),
         lambda: Decoder().train(), ENDS, "attention_mask", "layers.1.self_attn"),
