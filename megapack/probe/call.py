@@ -25,15 +25,19 @@ def call_target(target: Any, batch: Mapping[str, Any]) -> Any:
     """Call a module with the arguments that it takes, or a function with the batch."""
     if not isinstance(target, nn.Module):
         return target(batch)
-    inner = target
-    while isinstance(
-        wrapped := getattr(inner, "module", getattr(inner, "_orig_mod", None)), nn.Module
-    ):
-        inner = wrapped
-    takes = inspect.signature(inner.forward).parameters
+    takes = inspect.signature(unwrapped(target).forward).parameters
     if not any(one.kind is one.VAR_KEYWORD for one in takes.values()):
         batch = {name: value for name, value in batch.items() if name in takes}
     return target(**batch)
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return the module inside of wrappers, which take any arguments: DDP, torch.compile."""
+    while isinstance(
+        inner := getattr(module, "module", getattr(module, "_orig_mod", None)), nn.Module
+    ):
+        module = inner
+    return module
 
 
 def is_compiled(target: Any) -> bool:

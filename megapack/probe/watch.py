@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from megapack.errors import MegapackWarning
+from megapack.probe.call import unwrapped
 from megapack.probe.detector import probe
 from megapack.probe.report import LeakError, Report
 
@@ -76,7 +77,7 @@ class watch(ContextDecorator):  # noqa: N801  # read as a function, like context
         if not module.training or not torch.is_grad_enabled():
             return
         self.remove()  # the passes of the probe must not come here again
-        signature = inspect.signature(module.forward)
+        signature = inspect.signature(unwrapped(module).forward)
         batch = dict(signature.bind(*args, **kwargs).arguments)
         for name, parameter in signature.parameters.items():
             if parameter.kind is parameter.VAR_KEYWORD:

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
-from megapack.probe import probe
+from megapack.probe import Report, probe, watch
 
 from .parts import (
     WIDTH,
@@ -27,6 +28,7 @@ from .parts import (
     delta_rule,
     packed_batch,
 )
+from .test_attention import WrongBackward
 
 # ---- Context parallelism: rank r holds tokens [r * T / n, (r + 1) * T / n)
 
@@ -198,3 +200,47 @@ def pipeline(rank: int, world_size: int, issue: str) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     batch = packed_batch("cu_seqlens")
     return [probe(Stage(broken), batch).as_dict() for broken in (True, False)]
+
+
+# ---- FSDP2: norm and head are one group, and a chunked loss calls the head, as in torchtitan
+
+
+class WithoutHead(Decoder):
+    def forward(self, input_ids: Tensor, **given: Any) -> Tensor:
+        return self.hidden(input_ids, **given)
+
+
+class CausalAttention(Attention):
+    def visible(self, length: int, **given: Any) -> Tensor:
+        return causal(length)
+
+
+def sharded_step(kind: type[Attention], watched: bool) -> tuple[list[Tensor], Report | None]:
+    """Return the gradients of one training step under FSDP2, and the report."""
+    model = WithoutHead(kind)
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard([model.norm, model.head])
+    fully_shard(model)
+    seen = watch(model, on_leak="warn") if watched else None
+    # Ranks have different documents.
+    batch = packed_batch("cu_seqlens", lengths=(14, 9, 17) if dist.get_rank() else (12, 20, 3, 9))
+    hidden = model(**batch)
+    leaf = hidden.detach().requires_grad_()
+    for chunk in leaf.chunk(2, dim=1):
+        model.head(chunk).square().mean().backward()
+    hidden.backward(leaf.grad)
+    return [p.grad.to_local() for p in model.parameters()], seen and seen.report
+
+
+def sharded(rank: int, world_size: int) -> list[tuple[bool, dict[str, Any]]]:
+    """Return whether a watched step has the gradients of the step without, and its report; of
+    right, wrong and wrongly derived attention."""
+    torch.set_num_threads(1)
+    found = []
+    for kind in (Attention, CausalAttention, WrongBackward):
+        plain, _ = sharded_step(kind, watched=False)
+        gradients, report = sharded_step(kind, watched=True)
+        same = all(torch.equal(a, b) for a, b in zip(plain, gradients, strict=True))
+        found.append((same, report.as_dict()))
+    return found

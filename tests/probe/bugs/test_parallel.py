@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from integrations.harness import run_ranks
 
-from .parallel import context_parallel, pipeline
+from .parallel import context_parallel, pipeline, sharded
 
 CASES = [
     ("huggingface/trl#6843", context_parallel, 2, "attention_mask", "layers.1.self_attn"),
@@ -38,3 +38,12 @@ def test_a_bug_of_several_ranks_is_found(
         assert function is not pipeline or leak["rank"] == 1, "the first stage in the middle"
         assert broken["leaks"] == reports[0][0]["leaks"], "all ranks have the findings of all"
         assert fixed["ok"], fixed
+
+
+@pytest.mark.multiprocess
+def test_a_watched_step_of_fsdp_is_the_step_without_it(free_port: int) -> None:
+    for right, wrong, backward in run_ranks(sharded, 2, free_port):
+        assert right[0] and wrong[0] and backward[0], "other gradients"
+        assert right[1]["ok"] and not right[1]["notes"][1:], right
+        assert wrong[1]["leaks"][0]["layer"] == "layers.1.self_attn"
+        assert backward[1]["leaks"][0]["kind"] == "gradient"
