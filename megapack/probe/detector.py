@@ -170,12 +170,14 @@ class Passes:
                 found = self.alone_leaks(plain)
             if not any(leak.kind == "loss_mask" for leak in found):
                 found += merge(share(self.counted_leaks(again)))
+            if again.gradients is not None:
+                again.gradients.release()
             self.end_iteration()
             return found
 
     def end_iteration(self) -> None:
-        """Let FSDP2 forget the passes before: without a backward pass, those that skip a module of
-        a group would end in the next training pass, which then frees parameters too early."""
+        """Let FSDP2 forget the passes before: after one without a backward pass, or whose backward
+        pass raised, it may free parameters that the next training pass needs."""
         modules: Iterable[Any] = self.target.modules() if isinstance(self.target, nn.Module) else ()
         for module in modules:
             if hasattr(module, "reset_iter_state") and module._get_fsdp_state()._is_root:

@@ -186,8 +186,16 @@ class Gradients:
         self.calls: list[tuple[nn.Module, list[int], list[int]]] = []
         self.keys: dict[int, int] = {}
         self.alive: list[Any] = []
+        self.hooks: list[Any] = []
         self.seen: dict[int, tuple[float, float]] = {}
         self.sets: tuple[Tensor, Tensor] | None = None
+
+    def release(self) -> None:
+        """Free the graph: tensors refer to hooks, and these to tensors, which no collector sees."""
+        for hook in self.hooks:
+            hook.remove()
+        self.alive.clear()
+        self.leaves.clear()
 
     def follow(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
         """Watch the gradients of a call; tensors that come from ids alone become leaves."""
@@ -207,7 +215,8 @@ class Gradients:
                 if key is None:
                     key = self.keys[id(value)] = len(self.alive)
                     self.alive.append(value)
-                    value.register_hook(partial(self._see, key))  # type: ignore[no-untyped-call]
+                    hook = value.register_hook(partial(self._see, key))  # type: ignore[no-untyped-call]
+                    self.hooks.append(hook)
                 keys.append(key)
         return keys
 

@@ -114,7 +114,7 @@ class LeakCallback:
     @property
     def report(self) -> Report | None:
         """Result; None until the first forward pass."""
-        return self._watched and self._watched.report
+        return self._watched.report if self._watched else None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
         """Watch the model of a transformers or TRL trainer."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,6 +45,16 @@ def test_a_watched_step_is_the_step_without_it() -> None:
     assert not model._forward_pre_hooks
     assert len(plain) == len(found) > 10
     assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
+
+
+def test_the_graph_of_the_gradients_is_freed() -> None:
+    """Else a training step more stays in memory, and FSDP2 may free parameters in the next one."""
+    states: list[Any] = []
+    model = Decoder()
+    model.norm.register_forward_hook(lambda *given: states.append(weakref.ref(given[-1])))
+    watch(model)
+    model(**BATCH)
+    assert len(states) > 4 and not any(state() is not None for state in states)
 
 
 def test_a_leak_stops_the_first_training_pass() -> None:
