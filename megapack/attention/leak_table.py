@@ -82,7 +82,7 @@ WAYS: dict[str, Callable[[Row], dict[str, Any]]] = {
 
 
 @dataclass(frozen=True)
-class Finding:
+class Combination:
     """One combination of a model, an attention implementation and a way of passing boundaries."""
 
     model: str
@@ -106,7 +106,7 @@ def findings(
     attention: Iterable[str] = ATTENTION,
     boundaries: Iterable[str] = tuple(WAYS),
     dtype: torch.dtype = torch.float32,
-) -> list[Finding]:
+) -> list[Combination]:
     """Probe a tiny model of a transformers configuration with every combination."""
     register("eager")  # the kernel of "megapack" here; it has soft caps
     row = Row.of(_documents())
@@ -117,7 +117,7 @@ def findings(
             model: Any = _tiny_model(configuration, implementation, dtype)
         except Exception as error:  # transformers has many ways to say that it does not offer one
             found += [
-                Finding(name, implementation, way, label, "refused", _first_line(error))
+                Combination(name, implementation, way, label, "refused", _first_line(error))
                 for way in boundaries
             ]
             continue
@@ -126,7 +126,7 @@ def findings(
             if way == "4-D mask":
                 batch["attention_mask"] = batch["attention_mask"].to(dtype)
             verdict, detail = _verdict(model, batch, row)
-            found.append(Finding(name, implementation, way, label, verdict, detail))
+            found.append(Combination(name, implementation, way, label, verdict, detail))
     return found
 
 
@@ -253,7 +253,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     if bool(args.model) == args.all:
         parser.error("name one or more models, or --all")
-    found: list[Finding] = []
+    found: list[Combination] = []
     try:
         require("transformers", "megapack-probe").logging.set_verbosity_error()
         warnings.simplefilter("ignore")
@@ -276,7 +276,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if "leaks" in verdicts else 0 if "safe" in verdicts else 3
 
 
-def _table(title: str, found: Sequence[Finding]) -> str:
+def _table(title: str, found: Sequence[Combination]) -> str:
     """Return a table with a row per way of boundaries and a column per implementation."""
     columns = list(dict.fromkeys(finding.attention for finding in found))
     rows = [["", *columns]]
