@@ -3,7 +3,8 @@
 ``IndexedDataset`` and ``IndexedDatasetBuilder`` read and write documents (Megatron's .bin/.idx),
 ``pack`` turns document lengths into a ``SampleIndex``, and ``PackedDataset`` with
 ``BucketBatchSampler`` turns both into batches; ``plan_step`` assigns documents to the ranks of any
-trainer. Names are imported on first use, so ``import megapack`` is fast and needs no torch.
+trainer. Names and the compiled core are imported on first use, so ``import megapack`` is fast and
+needs no torch, and ``megapack.probe`` needs nothing but torch.
 """
 
 from __future__ import annotations
@@ -12,14 +13,6 @@ import importlib
 from typing import Any
 
 __version__ = "0.1.0"
-
-try:
-    from megapack import _core as _core
-except ImportError as error:
-    raise ImportError(
-        f"megapack's C++ extension could not be imported ({error}). Build it with "
-        "`pip install .` (or `pip install -e .` in a checkout; a C++17 compiler is needed)."
-    ) from error
 
 # public name -> module
 _HOME = {
@@ -47,6 +40,14 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "_core":
+        try:
+            return importlib.import_module("megapack._core")
+        except ImportError as error:
+            raise ImportError(
+                f"megapack's C++ extension could not be imported ({error}). Build it with "
+                "`pip install .` (or `pip install -e .` in a checkout; a C++17 compiler is needed)."
+            ) from error
     if name not in _HOME:
         raise AttributeError(f"module 'megapack' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME[name]), name)

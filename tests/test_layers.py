@@ -27,9 +27,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "planning": set(),
     "compare": {"packing", "planning"},
     "data": {"storage", "tokenization", "packing"},
-    "attention": set(),
-    "training": {"storage", "packing", "data", "attention"},
-    "integrations": {"storage", "packing", "planning", "data", "attention"},
+    "probe": set(),
+    "attention": {"probe"},
+    "training": {"storage", "packing", "data", "attention", "probe"},
+    "integrations": {"storage", "packing", "planning", "data", "attention", "probe"},
     "cli": {"storage", "tokenization", "packing", "planning", "compare", "data", "training"},
 }
 # Modules that a package may import from a package with many imports.

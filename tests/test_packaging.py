@@ -73,6 +73,8 @@ def test_wheel_has_only_the_package(tmp_path: Path) -> None:
     assert "megapack-build = megapack.cli.main:main" in commands
     for name in ("pretrain", "evaluate", "export", "teacher"):
         assert f"megapack-{name} = megapack.training.{name}:main" in commands
+    assert "megapack-probe = megapack.attention.leak_table:main" in commands
+    assert "[pytest11]\nmegapack = megapack.pytest_plugin" in commands
     # megapack/configs is a link to configs: one copy in the checkout, files in a wheel.
     recipes = {f"megapack/configs/{path.name}" for path in ROOT.glob("configs/*.yaml")}
     assert len(recipes) > 5 and recipes <= names

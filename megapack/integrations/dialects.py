@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megapack.attention.probe import SegmentPlaces
 from megapack.attention.transformers_interface import ENDS, LONGEST
 from megapack.data.batch import MTP_TARGETS, column_names
 from megapack.errors import ConfigError
+from megapack.probe import SegmentPlaces
 
 IGNORED = -100
 

@@ -23,12 +23,12 @@ from typing import Any, Literal
 
 import torch
 
-from megapack.attention.probe import probe
 from megapack.data import Batch, Schedule
 from megapack.data.resume import ORDER_FIELDS, content_digests
 from megapack.data.run import Decision, Decisions
 from megapack.data.steps import fold_key
 from megapack.errors import MegapackError
+from megapack.probe import check_rows
 from megapack.training.autopilot import Spike, SpikeFound, SpikeWatch, next_mixture, report_of, skip
 from megapack.training.config import PretrainConfig
 from megapack.training.engine.checkpoint import CheckpointStore, Resume
@@ -242,7 +242,7 @@ class Trainer:
         self.monitor.step(line, content=content, work=work, result=result)
 
     def probe(self) -> None:
-        """Probe the model (``megapack.attention.probe``) on a micro batch of a small bucket: in the
+        """Probe the model (``megapack.probe.rows``) on a micro batch of a small bucket: in the
         largest bucket, that of the first micro batch, one document may fill a row."""
         self.to_probe = False
         end = min(self.done + PROBE_STEPS, self.end)
@@ -256,21 +256,19 @@ class Trainer:
 
         batch = min(batches_of(step), key=lambda batch: int(batch["capacity"]))
         longest = max(batches_of(self.done), key=lambda batch: int(batch["capacity"]))
-        dtype = next(self.engine.parameters()).dtype
 
         def forward(variant: Mapping[str, Any]) -> torch.Tensor:
             self.world.progress.at("the probe of the model")
             arguments = on_device({**variant}, self.world.device, self.config.engine)
             losses: torch.Tensor = self.engine(**arguments)[1]
-            return losses.to(dtype)  # the probe expects rounding errors of this dtype
+            return losses
 
         self.engine.eval()
         try:
             with torch.compiler.set_stance("force_eager"):
-                seconds = probe(
+                seconds = check_rows(
                     forward,
                     batch,
-                    outputs="losses",
                     counted=lambda variant: variant["labels"] >= 0,
                     longest=longest,
                     any_length=True,

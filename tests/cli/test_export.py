@@ -21,8 +21,8 @@ import torch
 from commands import printed
 
 from megapack import IndexedDatasetBuilder, SampleIndex
-from megapack.attention.probe import SegmentPlaces
 from megapack.data import BatchLayout, PackedDataset
+from megapack.probe import SegmentPlaces
 from megapack.storage import read_document_lengths
 from megapack.storage.column_edits import add_column
 from megapack.storage.columns import INTERPRETED

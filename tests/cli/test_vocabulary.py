@@ -86,7 +86,7 @@ def test_every_option_says_what_it_does(command: str) -> None:
     assert not mute
 
 
-PACKAGES = ("storage", "packing", "planning", "compare", "data", "attention")
+PACKAGES = ("storage", "packing", "planning", "compare", "data", "attention", "probe")
 
 
 def test_vocabulary_lists_every_public_name_once() -> None:

@@ -211,7 +211,7 @@ class PackedOlmoEvaluator(Evaluator):  # type: ignore[misc]
 class PackedOlmoCallback(Callback):  # type: ignore[misc]
     """Callback that makes the loss of a step a mean over the labels of all ranks.
 
-    ``probe`` also probes the model on the first step (``megapack.integrations.probe``): seven
+    ``probe`` also probes the model on the first step (``megapack.probe.rows``): seven
     forward passes, whose duration is logged. The probe does not run with tensor or context
     parallelism, where a rank has only part of the outputs.
     """

@@ -131,7 +131,7 @@ class PackedTitanTrainer(Trainer):  # type: ignore[misc]
         """Configuration that ``packed`` returns."""
 
         probe: bool = True
-        """Probe the model on its first micro batch (``megapack.integrations.probe``): seven forward
+        """Probe the model on its first micro batch (``megapack.probe.rows``): seven forward
         passes, whose duration is logged. The probe does not run with pipeline, tensor or context
         parallelism, where a rank has only parts of the outputs."""
 

@@ -35,7 +35,6 @@ from transformers.trainer_callback import ExportableState
 
 from megapack.attention import ATTENTION_NAME, check_architecture
 from megapack.attention.experts import LoadBalancing
-from megapack.attention.probe import probe
 from megapack.attention.routes import COLUMN, check_replay, replay_routes, routes_shape
 from megapack.attention.transformers_interface import add_segment_numbers
 from megapack.data import Batch, PackedDataset, Schedule, check_token_ids, resume
@@ -45,6 +44,7 @@ from megapack.errors import ConfigError, MegapackWarning
 from megapack.integrations.dialects import IGNORED
 from megapack.integrations.host import check_options
 from megapack.integrations.rows.rank_rows import MicroBatches, model_inputs
+from megapack.probe import check_rows
 
 __all__ = ["MicroBatches", "PackedTrainer", "PackedTrainerMixin", "check_model", "model_inputs"]
 __all__ += ["sft_trainer"]
@@ -269,7 +269,7 @@ class PackedTrainerMixin:
 
     Attributes:
         probe: before training, check the model on two early micro batches (seven forward passes,
-            whose duration is logged; see ``megapack.attention.probe``), then check once that the
+            whose duration is logged; see ``megapack.probe.rows``), then check once that the
             loss uses the labels.
         replay_routes: every token uses the experts that the column ``routes`` of the training
             dataset records for it (``megapack.attention.routes``).
@@ -344,7 +344,7 @@ class PackedTrainerMixin:
 
         model.eval()
         try:
-            seconds = probe(
+            seconds = check_rows(
                 forward, batch, host=type(self.model).__name__, longest=longest, any_length=True
             )
             if "kv_index" not in batch:  # the loss of trees is ``_weighted_loss``

@@ -33,7 +33,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
-from megapack.attention.probe import probe
 from megapack.data import check_token_ids
 from megapack.errors import ConfigError
 from megapack.integrations.dialects import VERL_SFT, check_columns, emit, loss_terms
@@ -41,6 +40,7 @@ from megapack.integrations.host import Rebinding, check_options
 from megapack.integrations.rows.dataset import RowOptions
 from megapack.integrations.rows.open_rows import open_data_path
 from megapack.planning import StepPlan, plan_step
+from megapack.probe import check_rows
 
 logger = logging.getLogger("megapack")
 
@@ -293,10 +293,9 @@ def probe_worker(worker: Any, rows: SFTRows, settings: Mapping[str, Any]) -> flo
         num_labels: Tensor = tensors["loss_mask"].values().sum()
         return torch.cat(contributions) * num_labels
 
-    return probe(
+    return check_rows(
         forward,
         rows.rows.micro_batch([chosen]),
-        outputs="losses",
         counted=lambda batch: loss_terms(batch, VERL_SFT).weights != 0,
         host="verl's SFT trainer",
         longest=rows.rows.micro_batch([longest]),

@@ -38,7 +38,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from megapack.attention import TreeSegments, tree_arguments
 from megapack.attention.experts import token_mask
-from megapack.attention.probe import probe
 from megapack.data import Batch, BatchLayout, BucketBatchSampler, MicroBatch, PackedDataset
 from megapack.data.loader import prefetch_remote
 from megapack.data.schedule import Schedule
@@ -46,6 +45,7 @@ from megapack.errors import ConfigError, ResumeError
 from megapack.integrations import dialects
 from megapack.integrations.dialects import IGNORED, TRANSFORMERS, Dialect, check_columns, emit
 from megapack.integrations.rows.dataset import RowDataset
+from megapack.probe import check_rows
 
 logger = logging.getLogger(__name__)
 
@@ -169,7 +169,7 @@ class RankRows:
 
         Args:
             forward: maps a batch in the dialect to the loss of every token
-                (``megapack.integrations.probe``).
+                (``megapack.probe.check_rows``).
             received: the micro batch as it reached the host's model, ``module``.
             consumed_rows: rows before ``received``; None: ``received`` is the last yielded batch.
         """
@@ -184,10 +184,9 @@ class RankRows:
                     "something between the loader and the model changes it"
                 )
         with _evaluating(module):
-            seconds = probe(
+            seconds = check_rows(
                 lambda batch: forward(emit(batch, self.dialect)),
                 self.micro_batch(self._block_of_short_documents(consumed_rows)),
-                outputs="losses",
                 counted=lambda batch: dialects.loss_terms(batch, self.dialect).weights != 0,
                 host=type(module).__name__,
                 longest=self.micro_batch(consumed_rows),

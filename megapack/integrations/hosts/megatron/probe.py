@@ -30,10 +30,10 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megapack.attention.probe import SegmentPlaces, probe
 from megapack.errors import ConfigError
 from megapack.integrations.hosts.megatron.host import HOST, device
 from megapack.planning import context_parallel_indices
+from megapack.probe import SegmentPlaces, check_rows
 
 Schedule = Callable[..., Any]
 ROW_KEYS = {"tokens", "labels", "loss_mask", "cu_seqlens"}
@@ -86,11 +86,9 @@ def probe_step(schedule: Schedule, step: dict[str, Any]) -> dict[str, Any]:
         _check_config(config, batch)
         count = _num_segments(batch)
         with _evaluating(model, config):
-            seconds = probe(
+            seconds = check_rows(
                 functools.partial(_losses, schedule, step, config, host_batch),
                 batch,
-                outputs="losses",
-                precision=config.params_dtype,
                 host=HOST,
             )
         message = f"{count} segments of a micro batch are kept apart: probed in {seconds:.1f} s"

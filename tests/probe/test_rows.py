@@ -12,10 +12,10 @@ from reference.trees import fields, tree_of
 from torch import Tensor, nn
 
 from megapack.attention import TreeSegments, tree_mask
-from megapack.attention.probe import SegmentPlaces, probe
 from megapack.data import TreeBatch, tree_batch
 from megapack.errors import ConfigError
 from megapack.planning import Tree
+from megapack.probe import SegmentPlaces, check_rows
 
 BOUNDS = (0, 5, 6, 13, 17, 19, 24)
 
@@ -93,8 +93,8 @@ def test_a_forward_that_keeps_documents_apart_passes(window: int | None, per_row
     batch = make_batch(window, per_row=per_row)
     kept = {name: value.clone() for name, value in batch.items()}
     state = torch.get_rng_state()
-    assert probe(logits_of(), batch) >= 0
-    assert probe(losses_of(0), batch, outputs="losses") >= 0
+    assert check_rows(logits_of(), batch) >= 0
+    assert check_rows(losses_of(0), batch) >= 0
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(batch[name], value) for name, value in kept.items())
 
@@ -111,18 +111,18 @@ def test_a_wrong_boundary_is_found(at: int, wrong: str) -> None:
         return ends + (torch.arange(len(ends)) == at) * (1 if wrong == "late" else -1)
 
     with pytest.raises(ConfigError, match="another document"):
-        probe(logits_of(spoil), make_batch(), host="a host")
+        check_rows(logits_of(spoil), make_batch(), host="a host")
 
 
 def test_a_lost_window_is_found() -> None:
     with pytest.raises(ConfigError, match="another document"):
-        probe(logits_of(lambda _: torch.tensor(BOUNDS)), make_batch(window=2))
+        check_rows(logits_of(lambda _: torch.tensor(BOUNDS)), make_batch(window=2))
 
 
 @pytest.mark.parametrize("shift", [-1, 1])
 def test_a_shifted_mask_is_found(shift: int) -> None:
     with pytest.raises(ConfigError, match="shifted twice"):
-        probe(losses_of(shift), make_batch(), outputs="losses")
+        check_rows(losses_of(shift), make_batch())
 
 
 def test_a_look_ahead_is_found() -> None:
@@ -134,13 +134,13 @@ def test_a_look_ahead_is_found() -> None:
         return made
 
     with pytest.raises(ConfigError, match="what comes after it"):
-        probe(forward, make_batch())
+        check_rows(forward, make_batch())
 
 
 def test_outputs_that_do_not_depend_on_the_batch_are_refused() -> None:
     fixed = logits_of()(make_batch()).detach()
-    with pytest.raises(ConfigError, match="not depend on the batch"):
-        probe(lambda _: fixed, make_batch())
+    with pytest.raises(ConfigError, match="do not depend on the batch"):
+        check_rows(lambda _: fixed, make_batch())
 
 
 def test_infinite_outputs_do_not_hide_leaks() -> None:
@@ -150,17 +150,17 @@ def test_infinite_outputs_do_not_hide_leaks() -> None:
         model = logits_of(spoil)
         return lambda batch: nn.functional.pad(model(batch), (0, 2), value=-torch.inf)
 
-    assert probe(masked(lambda ends: ends), make_batch()) >= 0
+    assert check_rows(masked(lambda ends: ends), make_batch()) >= 0
     with pytest.raises(ConfigError, match="another document"):
-        probe(masked(lambda ends: ends[::2]), make_batch())
+        check_rows(masked(lambda ends: ends[::2]), make_batch())
     with pytest.raises(ConfigError, match="a host gives outputs that are not finite"):
-        probe(lambda batch: logits_of()(batch) * torch.nan, make_batch(), host="a host")
+        check_rows(lambda batch: logits_of()(batch) * torch.nan, make_batch(), host="a host")
 
 
 def test_losses_of_padding_need_not_change() -> None:
     batch = make_batch()
     batch["cu_seqlens"] = torch.tensor([0, 19, 24], dtype=torch.int32)
-    assert probe(losses_of(0), batch, outputs="losses") >= 0
+    assert check_rows(losses_of(0), batch) >= 0
 
 
 @pytest.mark.parametrize("one_token_each", [False, True])
@@ -171,9 +171,9 @@ def test_batch_without_labels_gets_labels_for_the_probe(
     batch["labels"], batch["loss_mask"] = torch.full((2, 12), -100), torch.zeros(2, 12)
     if one_token_each:
         batch["cu_seqlens"] = torch.arange(25, dtype=torch.int32)
-    assert probe(losses_of(0), batch, outputs="losses") >= 0
+    assert check_rows(losses_of(0), batch) >= 0
     with pytest.raises(ConfigError, match=r"another document|shifted"):
-        probe(losses_of(1), batch, outputs="losses")
+        check_rows(losses_of(1), batch)
 
 
 # --- documents that depend on how long others, or the row, are ---
@@ -205,23 +205,23 @@ def test_dependence_on_the_longest_document_is_found(threshold: int, per_row: bo
     batch = make_batch(per_row=per_row)
     for any_length in (False, True):
         with pytest.raises(ConfigError, match="depends on the lengths of other documents"):
-            probe(forward, batch, any_length=any_length)
+            check_rows(forward, batch, any_length=any_length)
         beyond = scaled_logits(lambda positions, _: int(positions.max()), 6)
-        assert probe(beyond, batch, any_length=any_length) >= 0
+        assert check_rows(beyond, batch, any_length=any_length) >= 0
 
 
 def test_dependence_on_the_row_length_is_found() -> None:
     forward = scaled_logits(lambda _, tokens: tokens)
     with pytest.raises(ConfigError, match="if it is alone"):
-        probe(forward, make_batch(), any_length=True)
+        check_rows(forward, make_batch(), any_length=True)
 
 
 def test_the_batch_of_the_longest_documents_is_cut() -> None:
     forward = scaled_logits(lambda positions, _: int(positions.max()), 8)
     longest = {**make_batch(), "cu_seqlens": torch.tensor([0, 12, 24], dtype=torch.int32)}
-    assert probe(forward, make_batch()) >= 0
+    assert check_rows(forward, make_batch()) >= 0
     with pytest.raises(ConfigError, match="depends on the lengths of other documents"):
-        probe(forward, make_batch(), longest=longest)
+        check_rows(forward, make_batch(), longest=longest)
 
 
 @pytest.mark.parametrize(("longest", "count"), [(None, 6), (make_batch(), 7)])
@@ -238,7 +238,7 @@ def test_the_number_of_forwards_does_not_depend_on_the_batch(longest: Any, count
                 made: Tensor = plain(asked)
                 return made
 
-            probe(forward, batch, longest=longest, any_length=any_length)
+            check_rows(forward, batch, longest=longest, any_length=any_length)
             assert len(calls) == count
 
 
@@ -257,12 +257,12 @@ def test_host_that_derives_labels_from_text_is_probed(joined: bool) -> None:
         losses = nn.functional.cross_entropy(model(asked), following, reduction="none")
         return losses * told_by_text(asked).flatten()
 
-    options: dict[str, Any] = {"outputs": "losses", "counted": told_by_text}
+    options: dict[str, Any] = {"counted": told_by_text}
     if not joined:
-        assert probe(forward, batch, **options) >= 0
+        assert check_rows(forward, batch, **options) >= 0
         return
     with pytest.raises(ConfigError, match="another document"):
-        probe(forward, batch, **options)
+        check_rows(forward, batch, **options)
 
 
 # --- packed prefix trees ---
@@ -302,9 +302,9 @@ def tree_forward(
 def test_a_forward_that_attends_to_paths_passes(outputs: Any) -> None:
     batch = tree_of_branches()
     forward = tree_forward(losses=outputs == "losses")
-    assert probe(forward, batch, outputs=outputs) >= 0
+    assert check_rows(forward, batch) >= 0
     batch["loss_weights"] *= 0  # then the probe weighs every token that is predicted
-    assert probe(forward, batch, outputs=outputs) >= 0
+    assert check_rows(forward, batch) >= 0
 
 
 def test_visible_tokens_of_other_branches_are_found() -> None:
@@ -328,7 +328,7 @@ def test_visible_tokens_of_other_branches_are_found() -> None:
         if any(key in run and not mask[query, run].any() for run in runs):
             shown.add((query, key))
         try:
-            probe(tree_forward(leaking), batch)
+            check_rows(tree_forward(leaking), batch)
         except ConfigError:
             pass
         else:
@@ -343,4 +343,4 @@ def test_paths_that_lack_their_prefix_are_found() -> None:
         return tree_mask(documents, batch["tokens"].shape[1])[0, 0]
 
     with pytest.raises(ConfigError, match=r"if its path is alone.*kv_index and the depths"):
-        probe(tree_forward(nodes_only), tree_of_branches())
+        check_rows(tree_forward(nodes_only), tree_of_branches())

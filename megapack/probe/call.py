@@ -1,0 +1,135 @@
+"""How a batch becomes a call: arguments, changed tokens, a head of few logits, counted labels.
+
+tokens   5 6 7 8 9      changed_batch: other ids in changed documents; labels that are
+labels   6 7 _ 9 _      tokens follow them
+counted  1 1 0 1 0      a counted label at the end of a document belongs to another one
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megapack.probe.boundaries import Documents, tokens_of
+from megapack.probe.layers import per_token
+
+HEAD = 256  # logits per token that are computed
+
+
+def call_target(target: Any, batch: Mapping[str, Any]) -> Any:
+    """Call a module with the arguments that it takes, or a function with the batch."""
+    if not isinstance(target, nn.Module):
+        return target(batch)
+    takes = inspect.signature(unwrapped(target).forward).parameters
+    if not any(one.kind is one.VAR_KEYWORD for one in takes.values()):
+        batch = {name: value for name, value in batch.items() if name in takes}
+    return target(**batch)
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return the module inside of wrappers, which take any arguments: DDP, torch.compile."""
+    while isinstance(
+        inner := getattr(module, "module", getattr(module, "_orig_mod", None)), nn.Module
+    ):
+        module = inner
+    return module
+
+
+def is_compiled(target: Any) -> bool:
+    """Return whether torch.compile made a part of the target."""
+    modules = target.modules() if isinstance(target, nn.Module) else ()
+    return hasattr(target, "_torchdynamo_orig_callable") or any(
+        hasattr(one, "_orig_mod") or one._compiled_call_impl is not None for one in modules
+    )
+
+
+@contextmanager
+def narrow_head(target: Any, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Let the head of a language model compute only its first logits, and give it no labels."""
+    modules = target.modules() if isinstance(target, nn.Module) else ()
+    getters = [getattr(one, "get_output_embeddings", None) for one in modules]
+    heads = [get() for get in getters if callable(get)]
+    head = next((one for one in heads if type(one) is nn.Linear), None)
+    if head is None or head.out_features <= HEAD:
+        yield batch
+        return
+
+    def forward(x: Tensor) -> Tensor:
+        bias = None if head.bias is None else head.bias[:HEAD]
+        return nn.functional.linear(x, head.weight[:HEAD], bias)
+
+    vars(head)["forward"] = forward
+    try:
+        yield {name: value for name, value in batch.items() if "labels" not in name}
+    finally:
+        del vars(head)["forward"]
+
+
+# ---- Tokens and labels
+
+
+def changed_batch(batch: Mapping[str, Any], changed: Tensor) -> dict[str, Any]:
+    """Return the batch with other tokens where ``changed``, bool (tokens,), and labels that
+    follow."""
+    name = tokens_of(batch)
+    tokens = batch[name]
+    where = changed.to(tokens.device).view(tokens.shape[: 1 if tokens.dim() == 1 else 2])
+    if tokens.is_floating_point():
+        return {**batch, name: torch.where(where.unsqueeze(-1), -tokens, tokens)}
+    new = torch.where(where, other_tokens(tokens), tokens)
+    result = {**batch, name: new}
+    labels = batch.get("labels")
+    if isinstance(labels, Tensor) and labels.shape == tokens.shape:
+        shift = label_shift(tokens, labels)
+        old = tokens.roll(-shift, dims=-1)
+        result["labels"] = torch.where(labels == old, new.roll(-shift, dims=-1), labels)
+    return result
+
+
+def other_tokens(tokens: Tensor) -> Tensor:
+    """Return a different id for each token, within the range of ids that occur (plus a neighbor if
+    only one occurs)."""
+    low, high = int(tokens.min()), int(tokens.max())
+    if low == high:
+        low, high = (0, 1) if low <= 1 else (low - 1, low)
+    return low + (tokens - low + 1) % (high - low + 1)
+
+
+def label_shift(tokens: Tensor, labels: Tensor) -> int:
+    """Return 1 if labels are the next tokens, 0 if they are the tokens, which the model shifts."""
+    same = int((labels == tokens).sum())
+    return int(int((labels[..., :-1] == tokens[..., 1:]).sum()) > same)
+
+
+def counted_ends(batch: Mapping[str, Any], documents: Documents, run: Any) -> list[int]:
+    """Return the last tokens of documents, followed by another in their row, whose loss counts:
+    by the gradient of a loss of the whole batch, else by labels that are tokens."""
+    of_token, row = documents.of_token, documents.row
+    ends = torch.zeros(len(of_token), dtype=torch.bool)
+    ends[:-1] = (of_token[1:] != of_token[:-1]) & (of_token[1:] >= 0) & (of_token[:-1] >= 0)
+    ends[row - 1 :: row] = False
+    raw = [x for x in run.raw if x.requires_grad and per_token(x, documents) is not None]
+    if run.loss is not None and run.loss.dim() == 0 and run.loss.requires_grad and raw:
+        grads = torch.autograd.grad(run.loss, raw, retain_graph=True, allow_unused=True)
+        for grad in grads:
+            tokens = None if grad is None else per_token(grad, documents)
+            if tokens is not None and bool((tokens != 0).any()):
+                counted = (tokens != 0).any(dim=1).cpu()
+                return (counted & ends).nonzero()[:, 0].tolist()
+    name = tokens_of(batch)
+    tokens, labels = batch[name], batch.get("labels")
+    if not isinstance(labels, Tensor) or labels.shape != tokens.shape or tokens.is_floating_point():
+        return []
+    counted = labels >= 0
+    if isinstance(batch.get("loss_mask"), Tensor) and batch["loss_mask"].shape == labels.shape:
+        counted &= batch["loss_mask"] != 0
+    shift = label_shift(tokens, labels)
+    counted &= labels == tokens.roll(-shift, dims=-1)
+    flat = counted.flatten().cpu()
+    flat = flat if shift else flat.roll(-1)
+    return (flat & ends).nonzero()[:, 0].tolist()

@@ -1,0 +1,542 @@
+"""``probe``: changes tokens of some documents and looks at the others.
+
+    documents    | a a a a | b b b | c c c c c |     X: changed tokens
+    pass 1       | a a a a | b b b | c c c c c |
+    pass 2       | a a a a | X X X | c c c c c |     a and c must not change
+    pass 3       | X X X X | b b b | X X X X X |     b must not change
+    pass 4       | a a a a | b b b | c c c c c |     equal up to rounding, or dropout is on
+    pass 5       | X X X X | b b b | c c c c c |     after a leak: from which document, and where to
+    alone                            c c c c c       equal to c in its row
+
+Pass 4 also takes gradients: outputs of some documents must have none at tokens of the others.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megapack.probe.boundaries import Documents, alone, read_documents
+from megapack.probe.call import call_target, changed_batch, counted_ends, is_compiled, narrow_head
+from megapack.probe.layers import (
+    TOLERANCE,
+    Call,
+    Gradients,
+    Recorder,
+    kind_of,
+    names_of,
+    per_token,
+    reduce,
+    tensors,
+)
+from megapack.probe.report import Leak, LeakError, Report
+
+# Bits of a document's number: gradients do not tell documents apart whose lower bits are equal.
+BITS = 3
+NEAR = 8  # documents of which exact sources are computed
+
+
+def probe(
+    target: Any,
+    batch: Mapping[str, Any],
+    *,
+    boundaries: Any = None,
+    loss: Callable[[Any, Mapping[str, Any]], Tensor] | None = None,
+    gradients: bool = True,
+    tolerance: float | None = None,
+    call: Callable[[Any, Mapping[str, Any]], Any] | None = None,
+) -> Report:
+    """Return which documents of a batch depend on others, and where that begins.
+
+    Runs at most five forward passes of the batch, and three of single documents. Restores random
+    states and buffers, and leaves gradients alone. If torch.distributed is initialized, all ranks
+    must call it; each gets the findings of all ranks. Raises LeakError if the probe cannot tell:
+    no boundaries, one document, outputs that are random, not finite or independent of the tokens.
+
+    Args:
+        target: module or function of the batch. Its output is a tensor of hidden states, logits or
+            losses per token, or contains such tensors; None on a pipeline stage without output.
+        batch: tensors, with tokens ``(rows, row)`` or ``(tokens,)``. Ranks that share documents
+            have their own tokens and name the documents by ids.
+        boundaries: name in the batch or value: cu_seqlens, positions that restart, ids, lengths or
+            a mask; None: those that the batch has.
+        loss: maps output and batch to a loss per token or of the batch, to check what it counts.
+        gradients: whether to check gradients, too.
+        tolerance: change that rounding explains, as a fraction of the change in documents whose
+            tokens changed; None: by dtype.
+        call: calls the target with a batch; None: ``target(**batch)`` for a module, with the
+            arguments that it takes, else ``target(batch)``.
+    """
+    began = time.perf_counter()
+    run = Passes(target, batch, boundaries=boundaries, loss=loss, tolerance=tolerance, call=call)
+    leaks = run.leaks(gradients=gradients)
+    return Report(
+        leaks=tuple(leaks),
+        forwards=run.forwards,
+        seconds=time.perf_counter() - began,
+        noise=run.allowed,
+        documents=len(run.numbers),
+        notes=tuple(run.notes),
+    )
+
+
+class Run:
+    """Outputs of one pass, reduced and as they were, and calls of modules."""
+
+    def __init__(self, raw: list[Tensor], calls: list[Call], documents: Documents) -> None:
+        self.raw = raw
+        found = [per_token(value, documents) for value in raw if value.is_floating_point()]
+        self.outputs = [reduce(value).cpu() for value in found if value is not None]
+        self.calls = calls
+        self.gradients: Gradients | None = None
+        self.loss: Tensor | None = None
+
+    def difference(self, other: Run, places: Tensor | None = None) -> Tensor:
+        """Return the largest difference of every token's outputs from those of ``other`` (at
+        ``places``)."""
+        theirs = other.outputs if places is None else [x[places] for x in other.outputs]
+        parts = [largest_change(a, b) for a, b in zip(self.outputs, theirs, strict=True)]
+        return torch.stack(parts).amax(dim=0) if parts else torch.zeros(0)
+
+
+# Changed tokens, bool (tokens,); the pass; tokens whose outputs may be compared.
+Change: TypeAlias = tuple[Tensor, Run, Tensor]
+
+
+class Passes:
+    """Forward passes of one batch, and what they show."""
+
+    def __init__(
+        self,
+        target: Any,
+        batch: Mapping[str, Any],
+        *,
+        boundaries: Any = None,
+        loss: Any = None,
+        tolerance: float | None = None,
+        call: Any = None,
+        name: str = "the target",
+    ) -> None:
+        self.name = name
+        self.target, self.batch, self.loss = target, dict(batch), loss
+        self.call = call or call_target
+        documents = read_documents(batch, boundaries)
+        # Number the documents of all ranks from 0, without gaps.
+        self.numbers = sorted({n for numbers in share(documents.numbers) for n in numbers})
+        of_token = torch.searchsorted(torch.tensor(self.numbers), documents.of_token)
+        self.of_token = of_token.masked_fill(documents.of_token < 0, -1)
+        self.documents = replace(documents, of_token=self.of_token)
+        self.recorder = Recorder(self.documents)
+        self.given_tolerance = tolerance
+        self.moved = self.allowed = 0.0
+        self.forwards = 0
+        self.notes: list[str] = []
+        self.calls: list[Call] = []
+        self.losses = False  # whether an output is a loss per token
+
+    def leaks(self, *, gradients: bool) -> list[Leak]:
+        """Run all passes and return the leaks of all ranks."""
+        if len(self.numbers) < 2:
+            raise LeakError(f"documents of the batch: {len(self.numbers)}; the probe needs two")
+        with self.recorder.restored_buffers():
+            plain = self.run(self.batch)
+            changes = [
+                (changed, self.run(self.changed(changed)), changed | ~changed)
+                for changed in self.halves()
+            ]
+            again = self.run(self.batch, seed=1, gradients=gradients, eager=True)
+            self.measure(plain, changes, again)
+            # Compiled code calls no hooks: the eager pass shows where a leak begins.
+            base = again if is_compiled(self.target) else plain
+            found = [x for change in changes for x in self.affected(plain, *change)]
+            found = merge(share(found))  # then all ranks take the same gradients
+            if gradients and found:
+                found = [self.with_source(leak, again) for leak in found[:NEAR]] + found[NEAR:]
+            elif gradients:
+                found = self.gradient_leaks(again)
+            if found:
+                found = self.exact(found, base)
+            if dist_size() > 1:
+                self.notes.append("documents alone are not compared, because ranks may share them")
+            elif not found:
+                found = self.alone_leaks(plain)
+            if not any(leak.kind == "loss_mask" for leak in found):
+                found += merge(share(self.counted_leaks(again)))
+            if again.gradients is not None:
+                again.gradients.release()
+            self.end_iteration()
+            return found
+
+    def end_iteration(self) -> None:
+        """Let FSDP2 forget the passes before: after one without a backward pass, or whose backward
+        pass raised, it may free parameters that the next training pass needs."""
+        modules: Iterable[Any] = self.target.modules() if isinstance(self.target, nn.Module) else ()
+        for module in modules:
+            if hasattr(module, "reset_iter_state") and module._get_fsdp_state()._is_root:
+                module.reset_iter_state()
+
+    def halves(self) -> tuple[Tensor, Tensor]:
+        """Return the tokens of odd and of even documents, bool (tokens,)."""
+        real = self.of_token >= 0
+        return real & (self.of_token % 2 == 1), real & (self.of_token % 2 == 0)
+
+    @property
+    def rounding(self) -> float:
+        """Return the change of an output that rounding explains."""
+        return self.allowed * self.moved
+
+    # ---- Passes
+
+    def run(
+        self,
+        batch: dict[str, Any],
+        *,
+        seed: int = 0,
+        gradients: bool = False,
+        eager: bool = False,
+        documents: Documents | None = None,
+    ) -> Run:
+        """Run the target once; ``eager``: without compiled code, so that hooks see all modules."""
+        documents = documents or self.documents
+        self.end_iteration()
+        self.forwards += documents is self.documents
+        cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        devices = [torch.cuda.current_device()] if cuda else []
+        compiled = is_compiled(self.target)
+        stance = torch.compiler.set_stance("force_eager") if compiled and eager else nullcontext()
+        no_sync = getattr(self.target, "no_sync", nullcontext) if gradients else nullcontext
+        head = nullcontext(batch) if compiled or self.loss else narrow_head(self.target, batch)
+        leaves = Gradients(documents) if gradients else None
+        with torch.random.fork_rng(devices), stance, no_sync(), head as given:
+            torch.manual_seed(seed)
+            with (
+                torch.set_grad_enabled(gradients),
+                self.recorder.calls(documents, leaves) as calls,
+            ):
+                output = self.call(self.target, dict(given))
+                loss = self.loss(output, given) if self.loss else getattr(output, "loss", None)
+        fields = [output] if loss is None or loss.dim() == 0 else [output, loss]
+        run = Run(list(tensors(fields)), calls, documents)
+        self.recorder.dtypes |= {value.dtype for value in run.raw}
+        run.gradients = leaves
+        run.loss = loss
+        if not gradients:
+            run.raw = []
+        return run
+
+    def changed(self, changed: Tensor) -> dict[str, Any]:
+        """Return the batch with other tokens in the changed documents."""
+        return changed_batch(self.batch, changed)
+
+    def measure(self, plain: Run, changes: Sequence[Change], again: Run | None = None) -> None:
+        """Compare noise with changes. Raises LeakError on all ranks if nothing can be told."""
+        real = self.of_token >= 0
+        differences = [(changed, run.difference(plain)) for changed, run, _ in changes]
+        noise = (again or plain).difference(plain)
+        finite = all(bool((d.isfinite() | ~real[: len(d)]).all()) for _, d in differences)
+        facts = {
+            "moved": max(largest(d, changed) for changed, d in differences),
+            "noise": largest(noise, real),
+            "tolerance": max(
+                TOLERANCE.get(one, 1e-3) for one in {*self.recorder.dtypes, torch.float32}
+            ),
+            "infinite": not finite,
+            "outputs": len(plain.outputs),
+        }
+        every = share([facts])
+        worst = {name: max(rank[0][name] for rank in every) for name in facts}
+        if not worst["outputs"]:
+            raise LeakError(
+                f"{self.name} returns no float tensor of {self.documents.rows} x "
+                f"{self.documents.row} tokens, so there is nothing to compare"
+            )
+        if worst["infinite"]:
+            raise LeakError(
+                f"{self.name} gives outputs that are not finite; check its weights and precision"
+            )
+        if worst["moved"] == 0:
+            raise LeakError(
+                f"{self.name} gives the same outputs when tokens change: they do not depend on the "
+                "batch that the probe passes, so it cannot check anything"
+            )
+        tolerance = self.given_tolerance or worst["tolerance"]
+        noise_fraction = worst["noise"] / worst["moved"]
+        if noise_fraction > tolerance:
+            raise LeakError(
+                f"two equal passes differ by {noise_fraction:.2g} of a change, but rounding "
+                f"explains only {tolerance:.2g}: dropout or another random layer is on. Call eval()"
+                ", or set its probability to 0"
+            )
+        self.losses = any(output.shape[1] == 1 for output in plain.outputs)
+        self.moved, self.allowed = worst["moved"], max(tolerance, 4 * noise_fraction)
+        # Ranks of a pipeline: those without outputs are earlier stages.
+        self.is_pipeline = any(rank[0]["outputs"] == 0 for rank in every)
+
+    # ---- Findings
+
+    def exact(self, found: list[Leak], base: Run) -> list[Leak]:
+        """Change only the document from which the first leak may come, and compare with ``base``:
+        then the source, the layer and the kind of its leaks are exact."""
+        changed = self.of_token.eq(found[0].from_document or 0)
+        run = self.run(self.changed(changed), eager=True)
+        exact = merge(share(self.affected(base, changed, run, changed | ~changed)))
+        if not exact:
+            return found
+        reached = {leak.to_document for leak in exact}
+        rest = [x for x in found if x.to_document not in reached and x.kind != "gradient"]
+        first = exact[0]
+        rest = [x if x.layer else replace(x, layer=first.layer, kind=first.kind) for x in rest]
+        return sorted(exact + rest, key=lambda leak: (leak.to_document, leak.rank or 0))
+
+    def affected(self, plain: Run, changed: Tensor, run: Run, same: Tensor) -> list[Leak]:
+        """Return one leak per document that changes, at ``same`` tokens, though its tokens do
+        not."""
+        call = self.origin(plain, run, changed)
+        # Ranks that share documents may hold no token of those that changed.
+        every = share(sorted({*self.of_token[changed].tolist()}))
+        sources = sorted({number for rank in every for number in rank})
+        if not plain.outputs:  # a pipeline stage: it knows the layer, the last one the size
+            return [] if call is None else [self.leak(call, -1, -1, 0, 0.0)]
+        difference = run.difference(plain) / self.moved
+        leaking = (difference > self.allowed) & ~changed & same & (self.of_token >= 0)
+        leaks = []
+        for number in sorted({*self.of_token[leaking].tolist()}):
+            places = (leaking & (self.of_token == number)).nonzero()[:, 0]
+            earlier = [n for n in sources if n < number]
+            later = [n for n in sources if n > number]
+            # The last tokens alone: their labels or targets are of the next document.
+            last = int(self.documents.places(number)[-1])
+            at_end = later and int(places[0]) > last - 8 and len(self.documents.places(number)) > 8
+            source = min(later) if at_end or not earlier else earlier[-1]
+            size = float(difference[places].max())
+            leaks.append(self.leak(call, source, number, int(places[0]), size))
+        return leaks
+
+    def leak(
+        self,
+        call: Call | None,
+        source: int | None,
+        to: int,
+        position: int,
+        size: float,
+        **given: Any,
+    ) -> Leak:
+        """Return a leak of this rank that begins in a call of a module."""
+        layer = None
+        if call is not None:
+            layer = names_of(self.target, self.calls).get(id(call.module), "")
+        forward = source is None or source < to
+        rank = dist.get_rank() if dist_size() > 1 else None
+        values = {
+            "kind": given.get("kind")
+            or kind_of(
+                call,
+                layer or "",
+                alone=source is None,
+                forward=forward or (call is None and not self.losses),
+            ),
+            "from_document": source,
+            "to_document": to,
+            "direction": "forward" if forward else "backward",
+            "first_position": position,
+            "size": size,
+            "noise": self.allowed,
+            "layer": layer,
+            "rank": rank,
+            "stage": rank if self.is_pipeline else None,
+        }
+        return Leak(**values)  # type: ignore[arg-type]
+
+    def origin(self, plain: Run, run: Run, changed: Tensor) -> Call | None:
+        """Return the first call of a module whose outputs leak while its inputs do not."""
+        kept = ~changed & (self.of_token >= 0)
+
+        def leak(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+            for a, b in zip(ours, theirs, strict=False):
+                difference = largest_change(a.cpu(), b.cpu())
+                scale = largest(difference, changed) or float(b.abs().max())
+                if largest(difference, kept) > self.allowed * scale:
+                    return True
+            return False
+
+        def begins(ours: Call, theirs: Call) -> bool:
+            inputs = ours.inputs + ours.ids, theirs.inputs + theirs.ids
+            return leak(ours.outputs, theirs.outputs) and not leak(*inputs)
+
+        return self.first(plain, run, begins)
+
+    def first(self, plain: Run, run: Run, begins: Callable[[Call, Call], bool]) -> Call | None:
+        """Return the first call of ``run`` that ``begins`` to differ from that of ``plain``."""
+        known = {call.key: call for call in plain.calls}  # an expert without tokens is not called
+        self.calls = plain.calls
+        pairs = ((call, known[call.key]) for call in run.calls if call.key in known)
+        return next((ours for ours, theirs in pairs if begins(ours, theirs)), None)
+
+    def alone_leaks(self, plain: Run) -> list[Leak]:
+        """Compare documents alone with the same ones in their row: the shortest, the longest, and
+        the first that does not begin a row."""
+        numbers = sorted(self.documents.numbers, key=lambda n: len(self.documents.places(n)))
+        inner = [n for n in numbers if int(self.documents.places(n)[0]) % self.documents.row]
+        leaks = []
+        for number in dict.fromkeys([numbers[0], numbers[-1], *inner[:1]]):
+            places = self.documents.places(number)
+            one = Documents(torch.zeros(len(places), dtype=torch.int64), 1, len(places))
+            try:
+                run = self.run(alone(self.batch, self.documents, places), documents=one)
+                difference = run.difference(plain, places) / self.moved
+            except Exception as error:
+                self.notes.append(
+                    f"documents alone are not compared: {type(error).__name__}: {error}"
+                )
+                break
+            leaking = (difference > self.allowed).nonzero()[:, 0]
+            if not len(leaking):
+                continue
+
+            def leak(a: list[Tensor], b: list[Tensor], places: Tensor = places) -> bool:
+                return any(
+                    float((x.cpu() - y.cpu()[places]).abs().max())
+                    > self.allowed * float(y.abs().max())
+                    for x, y in zip(a, b, strict=False)
+                )
+
+            # Positions, which are integers, may differ: then their embedding begins to differ.
+            def begins(ours: Call, theirs: Call, leak: Any = leak) -> bool:
+                return leak(ours.outputs, theirs.outputs) and not leak(ours.inputs, theirs.inputs)
+
+            call = self.first(plain, run, begins)
+            position, size = int(places[leaking[0]]), float(difference.max())
+            leak_alone = self.leak(call, None, number, position, size)
+            if leak_alone.kind == "expert_capacity":  # seen above unless rounding decides a tie
+                self.notes.append(
+                    f"document {number} has other experts alone, in {leak_alone.layer}"
+                )
+            else:
+                leaks.append(leak_alone)
+        return leaks
+
+    def reached(self, again: Run, own: Tensor) -> Tensor:
+        """Return the gradient of the outputs of ``own`` documents at the tokens of every other one,
+        as a fraction of that at their own tokens, 0 if rounding explains it: both (documents,).
+
+        All ranks must call it, also those without tokens of ``own``. Zeros if autograd raises.
+        """
+        assert again.gradients is not None
+        found = [per_token(value, self.documents) for value in again.raw if value.requires_grad]
+        outputs = [tokens for tokens in found if tokens is not None]
+        real = self.of_token >= 0
+        mine = real & own[self.of_token]
+        size, error = torch.zeros(len(own)), None
+        try:
+            of_token = again.gradients.backward(outputs, mine, real & ~mine)
+            size.scatter_reduce_(0, self.of_token[real], of_token[real], "amax")
+        except Exception as raised:
+            error = f"gradients are not checked: {type(raised).__name__}: {raised}"
+        ranks = [rank[0] for rank in share([(error, size)])]
+        errors = [error for error, _ in ranks if error]
+        if errors:
+            self.notes += [error for error in errors[:1] if error not in self.notes]
+            return torch.zeros(len(own))
+        size = torch.stack([size for _, size in ranks]).amax(dim=0)
+        size /= largest(size, own) or 1.0
+        return size.masked_fill(own | (size <= self.allowed), 0)
+
+    def with_source(self, leak: Leak, again: Run) -> Leak:
+        """Return the leak with the document of which the affected one's gradient is largest."""
+        size = self.reached(again, torch.arange(len(self.numbers)) == leak.to_document)
+        if not size.any():  # the dependence has no gradient: a choice of experts, a label
+            return leak
+        source = int(size.argmax())
+        forward = source < leak.to_document
+        return replace(leak, from_document=source, direction="forward" if forward else "backward")
+
+    def gradient_leaks(self, again: Run) -> list[Leak]:
+        """Return leaks that gradients show; all ranks take the same ones."""
+        numbers = torch.arange(len(self.numbers))
+        leaks: dict[tuple[int, int], Leak] = {}
+        bits = min(BITS, (len(numbers) - 1).bit_length())
+        for bit, value in itertools.product(range(bits), (0, 1)):
+            own = (numbers >> bit) % 2 == value
+            size = self.reached(again, own)
+            if not size.any():
+                continue
+            source = int(size.argmax())
+            near = sorted(numbers[own].tolist(), key=lambda n: abs(n - source))
+            for to in near[:NEAR]:
+                size = self.reached(again, numbers == to)
+                if size[source]:
+                    module = again.gradients.origin(self.allowed) if again.gradients else None
+                    self.calls = again.calls
+                    call = next((call for call in again.calls if call.module is module), None)
+                    place = next(iter(self.documents.places(to).tolist()), -1)
+                    leaks[source, to] = self.leak(
+                        call, source, to, place, float(size[source]), kind="gradient"
+                    )
+                    break
+        ranks = share(list(leaks.values()))  # a rank knows the place, the layer, or neither
+        return [
+            replace(
+                max(same, key=lambda leak: leak.first_position),
+                layer=next((leak.layer for leak in same if leak.layer is not None), None),
+            )
+            for same in zip(*ranks, strict=True)
+        ]
+
+    def counted_leaks(self, again: Run) -> list[Leak]:
+        """Return leaks of a loss that counts labels of another document."""
+        wrong = counted_ends(self.batch, self.documents, again)
+        after = [(place, int(self.of_token[place + 1])) for place in wrong]
+        return [
+            self.leak(None, source, int(self.of_token[place]), place, 1.0, kind="loss_mask")
+            for place, source in after
+        ]
+
+
+# ---- Numbers
+
+
+def largest_change(ours: Tensor, theirs: Tensor) -> Tensor:
+    """Return the largest difference of every token, (tokens,)."""
+    return (ours - theirs).masked_fill(ours == theirs, 0).abs().amax(dim=1)
+
+
+def largest(difference: Tensor, where: Tensor) -> float:
+    """Return the largest entry at ``where``; 0 if there is none."""
+    return float(difference[where].max()) if len(difference) and bool(where.any()) else 0.0
+
+
+# ---- Ranks
+
+
+def dist_size() -> int:
+    """Return the number of ranks."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def share(value: list[Any]) -> list[list[Any]]:
+    """Return the lists of all ranks."""
+    if dist_size() == 1:
+        return [value]
+    every: list[Any] = [None] * dist_size()
+    dist.all_gather_object(every, value)
+    return every
+
+
+def merge(ranks: list[list[Leak]]) -> list[Leak]:
+    """Join the leaks of all ranks; a pipeline's last stage gets the layer from an earlier one."""
+    every = [leak for leaks in ranks for leak in leaks]
+    layers = [leak for leak in every if leak.to_document < 0]
+    real = [leak for leak in every if leak.to_document >= 0]
+    if layers:
+        first = layers[0]
+        where = {name: getattr(first, name) for name in ("layer", "kind", "rank", "stage")}
+        real = [replace(leak, **where) for leak in real]
+    return real

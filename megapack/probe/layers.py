@@ -1,0 +1,324 @@
+"""Where a leak begins: inputs and outputs of every module, reduced to a few numbers per token.
+
+A module leaks first if its outputs change at tokens of unchanged documents and its inputs do not:
+
+    module              inputs   outputs
+    self_attn.q_proj    equal    equal
+    self_attn.o_proj    differ   differ      its inputs leak already
+    self_attn           equal    differ      here
+    mlp                 differ   differ
+
+Hooks see all modules, also those that a plain function calls.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+
+from megapack.probe.boundaries import Documents
+
+WIDTH = 4  # numbers per token
+
+# Outputs at unchanged tokens may differ by this fraction of the largest difference at changed
+# tokens, because a mixture of experts may sum in another order, and half precision rounds.
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.01, torch.bfloat16: 0.05}
+
+
+def per_token(value: Tensor, documents: Documents) -> Tensor | None:
+    """Return a tensor of numbers as ``(tokens, anything)``; None if it has no dimension of
+    tokens."""
+    if value.dim() == 0 or value.dtype == torch.bool:
+        return None
+    rows, row, shape = documents.rows, documents.row, value.shape
+    if shape[:2] == (rows, row):
+        value = value.flatten(0, 1)
+    elif shape[:2] == (1, rows * row):
+        value = value[0]
+    elif shape[:2] == (row, rows):
+        value = value.transpose(0, 1).flatten(0, 1)
+    elif value.dim() == 4 and shape[0] == rows and shape[2] == row:
+        value = value.transpose(1, 2).flatten(0, 1)
+    elif value.dim() == 3 and shape[0] == rows and shape[2] == row:
+        value = value.transpose(1, 2).flatten(0, 1)  # channels of a convolution
+    elif shape[0] != rows * row:
+        return None
+    return value.reshape(rows * row, -1)
+
+
+def reduce(value: Tensor) -> Tensor:
+    """Return ``(tokens, at most WIDTH)`` float32: sums with random signs. Infinities, such as
+    logits of unused ids, count as 0."""
+    with torch.no_grad(), torch.autocast(value.device.type, enabled=False):
+        value = value.detach()
+        value = torch.where(value.isinf(), 0, value)
+        width = value.shape[1]
+        if width <= WIDTH:
+            return value.float()
+        key = (width, value.device)
+        if key not in _SIGNS:
+            generator = torch.Generator().manual_seed(width)
+            signs = torch.randint(0, 2, (width, WIDTH), generator=generator) * 2.0 - 1
+            _SIGNS[key] = signs.to(value.device)
+        return value.float() @ _SIGNS[key]
+
+
+_SIGNS: dict[tuple[int, torch.device], Tensor] = {}
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of nested lists, tuples, mappings and outputs with attributes."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from tensors(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from tensors(part)
+    elif hasattr(value, "logits"):
+        yield from tensors([part for part in vars(value).values() if isinstance(part, Tensor)])
+
+
+class Call(NamedTuple):
+    """One call of a module, and its tensors, reduced."""
+
+    module: nn.Module
+    number: int  # calls of the module before it in the pass
+    inputs: list[Tensor]
+    ids: list[Tensor]
+    """Integer inputs: tokens, positions."""
+    outputs: list[Tensor]
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Identify the call in another pass."""
+        return id(self.module), self.number
+
+
+class Recorder:
+    """Records calls of modules in the order in which they end."""
+
+    def __init__(self, documents: Documents) -> None:
+        self.documents = documents
+        self.dtypes: set[torch.dtype] = set()
+
+    @contextmanager
+    def restored_buffers(self) -> Iterator[None]:
+        """Restore the buffers of all modules that run, such as token counts of experts."""
+        saved: dict[int, tuple[nn.Module, dict[str, Any], dict[str, Tensor]]] = {}
+
+        def save(module: nn.Module, inputs: Any) -> None:
+            del inputs
+            if module._buffers and id(module) not in saved and not torch.compiler.is_compiling():
+                copies = {
+                    k: v.detach().clone() for k, v in module._buffers.items() if v is not None
+                }
+                saved[id(module)] = (module, dict(module._buffers), copies)
+
+        hook = register_module_forward_pre_hook(save)
+        try:
+            yield
+        finally:
+            hook.remove()
+            with torch.no_grad():
+                for module, buffers, copies in saved.values():
+                    module._buffers.update(buffers)
+                    for name, copy in copies.items():
+                        if not torch.equal(buffers[name], copy):
+                            buffers[name].copy_(copy)
+
+    @contextmanager
+    def calls(
+        self, documents: Documents, gradients: Gradients | None = None
+    ) -> Iterator[list[Call]]:
+        """Record all calls of modules inside the ``with``."""
+        found: list[Call] = []
+        numbers: Counter[int] = Counter()
+        active = True
+
+        def small(value: Any, *, ids: bool = False) -> list[Tensor]:
+            found = [x for x in tensors(value) if x.is_floating_point() != ids]
+            self.dtypes.update(x.dtype for x in found)
+            reduced = [per_token(x, documents) for x in found]
+            return [reduce(x) for x in reduced if x is not None]
+
+        def keep(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if isinstance(module, nn.Conv1d):
+                output = output[..., : documents.row]  # after causal padding, the rest is cut off
+            if active and not torch.compiler.is_compiling() and (outputs := small(output)):
+                values, number = [args, kwargs], numbers[id(module)]
+                numbers[id(module)] += 1
+                call = Call(module, number, small(values), small(values, ids=True), outputs)
+                found.append(call)
+                if gradients is not None:
+                    gradients.follow(module, [args, kwargs], output)
+
+        hook = register_module_forward_hook(keep, with_kwargs=True)
+        try:
+            yield found
+        finally:
+            active = False  # recomputation of checkpoints calls modules again
+            hook.remove()
+
+
+class Gradients:
+    """Gradients at embeddings and at all modules' tensors, for two sets of documents.
+
+    A module mixes documents in its backward pass first if gradients leak at its inputs and not at
+    its outputs.
+    """
+
+    def __init__(self, documents: Documents) -> None:
+        self.documents = documents
+        self.leaves: list[Tensor] = []
+        self.calls: list[tuple[nn.Module, list[int], list[int]]] = []
+        self.keys: dict[int, int] = {}
+        self.alive: list[Any] = []
+        self.hooks: list[Any] = []
+        self.seen: dict[int, tuple[float, float]] = {}
+        self.sets: tuple[Tensor, Tensor] | None = None
+
+    def release(self) -> None:
+        """Free the graph: tensors refer to hooks, and these to tensors, which no collector sees."""
+        for hook in self.hooks:
+            hook.remove()
+        self.alive.clear()
+        self.leaves.clear()
+
+    def follow(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        """Watch the gradients of a call; tensors that come from ids alone become leaves."""
+        if not self._floats(inputs):
+            self.leaves += [value.requires_grad_() for value in self._floats(outputs)]
+        self.calls.append((module, self._watch(inputs), self._watch(outputs)))
+
+    def _floats(self, values: Any) -> list[Tensor]:
+        floats = [x for x in tensors(values) if x.is_floating_point()]
+        return [x for x in floats if per_token(x, self.documents) is not None]
+
+    def _watch(self, values: Any) -> list[int]:
+        keys = []
+        for value in self._floats(values):
+            if value.requires_grad:
+                key = self.keys.get(id(value))
+                if key is None:
+                    key = self.keys[id(value)] = len(self.alive)
+                    self.alive.append(value)
+                    hook = value.register_hook(partial(self._see, key))  # type: ignore[no-untyped-call]
+                    self.hooks.append(hook)
+                keys.append(key)
+        return keys
+
+    def _see(self, key: int, gradient: Tensor) -> None:
+        tokens = per_token(gradient, self.documents)
+        if tokens is not None and self.sets is not None:
+            size = tokens.detach().abs().amax(dim=1)
+            own, other = (size[where.to(size.device)].tolist() for where in self.sets)
+            self.seen[key] = (max(own, default=0.0), max(other, default=0.0))
+
+    def backward(self, outputs: list[Tensor], own: Tensor, other: Tensor) -> Tensor:
+        """Take the gradient of the outputs at ``own`` tokens; return its size at every token, and 0
+        at those of neither set."""
+        self.sets, self.seen = (own, other), {}
+        generator = torch.Generator().manual_seed(0)
+        total: Any = 0
+        for value in outputs:
+            weight = torch.randn(value.shape[1], generator=generator).to(value.device)
+            total = total + (value.float() @ weight)[own.to(value.device)].sum()
+        grads = torch.autograd.grad(total, self.leaves, retain_graph=True, allow_unused=True)
+        size = torch.zeros(len(own))
+        for grad in grads:
+            tokens = None if grad is None else per_token(grad, self.documents)
+            if tokens is not None:
+                size = size.maximum(tokens.float().abs().amax(dim=1).cpu())
+        return size.masked_fill(~(own | other), 0)
+
+    def origin(self, allowed: float) -> nn.Module | None:
+        """Return the innermost module whose backward pass leaked first."""
+        for module, inputs, outputs in self.calls:
+            if self._leaks(inputs, allowed) and not self._leaks(outputs, allowed):
+                return module
+        return None
+
+    def _leaks(self, keys: list[int], allowed: float) -> bool:
+        seen = [self.seen[key] for key in keys if key in self.seen]
+        return any(other > allowed * own for own, other in seen)
+
+
+def names_of(target: Any, calls: Iterable[Call]) -> dict[int, str]:
+    """Return the qualified name of every called module; roots of a function's modules have the
+    name of their class."""
+    modules = {id(call.module): call.module for call in calls}
+    if isinstance(target, nn.Module):
+        return {id(module): name for name, module in target.named_modules()}
+    inner = {id(part) for module in modules.values() for part in list(module.modules())[1:]}
+    names: dict[int, str] = {}
+    for module in modules.values():
+        if id(module) not in inner:
+            root = type(module).__name__
+            for name, part in module.named_modules():
+                names.setdefault(id(part), f"{root}.{name}" if name else root)
+    return names
+
+
+# ---- Kinds
+
+_NAMES = (
+    ("mtp", r"mtp|nextn|next_n|multi_?token"),
+    ("convolution", r"conv"),
+    (
+        "recurrent_state",
+        r"mamba|ssm|delta_?net|rwkv|recurren|rg_?lru|lstm|gru\b|retnet|retention|hgrn|\bgla\b|kda"
+        r"|xlstm|\bs4|hyena|linear_?att|lightning|mixer",
+    ),
+    ("attention_mask", r"att"),
+    ("expert_capacity", r"moe|expert|router|gate\b|sparse"),
+    ("row_statistics", r"norm|scale|quant|linear"),
+)
+
+
+def kind_of(call: Call | None, name: str, *, alone: bool, forward: bool) -> str:
+    """Return the kind of a leak that begins in a call of a module.
+
+    Args:
+        call: None: no module leaks, so the loss does.
+        name: qualified name.
+        alone: the document differs from itself alone, without a change of another document.
+        forward: from an earlier document to a later one.
+    """
+    if call is None:
+        return "position_ids" if alone else "attention_mask" if forward else "loss_mask"
+    module = call.module
+    words = f"{type(module).__name__} {name.rpartition('.')[2]}".lower()
+    if alone and re.search(r"rotary|rope|embed|position|wpe", words):
+        return "position_ids"
+    if not forward and re.search(_NAMES[0][1], name.lower()):
+        return "mtp"
+    if call.outputs[0].shape[1] == 1:  # losses
+        return "loss_mask"
+    for kind, pattern in _NAMES:
+        if re.search(pattern, words):
+            return kind
+    children = " ".join(name for name, _ in module.named_modules()).lower()
+    for kind, pattern in (
+        ("attention_mask", r"q_proj|qkv|query|attn|attention"),
+        ("expert_capacity", r"expert|router"),
+        ("recurrent_state", r"a_log|dt_|x_proj"),
+    ):
+        if re.search(pattern, children):
+            return kind
+    # What only computes token by token can leak by a statistic alone.
+    if not children.strip() or re.search(r"mlp|ffn|feed_?forward", words):
+        return "row_statistics"
+    return "attention_mask"
