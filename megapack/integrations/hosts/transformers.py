@@ -64,6 +64,7 @@ def check_model(
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
     longest: int | None = None,
+    trees: bool = False,
 ) -> None:
     """Raise ConfigError if packed rows would train a model wrongly, or token ids are unknown.
 
@@ -77,6 +78,7 @@ def check_model(
         device, dtype: device and dtype of the run; None: those of the model.
         longest: largest number of positions of a document or of padding (``check_architecture``);
             None: that of the dataset, unknown without one.
+        trees: also check packed prefix trees, which recurrent layers cannot compute.
     """
     bare = bare_model(getattr(model, "_orig_mod", model))
     if not isinstance(bare, transformers.PreTrainedModel):
