@@ -307,9 +307,7 @@ def _movable(tiny: Any, build: Build, groups: Sequence[Moves]) -> list[Moves]:
     return chosen
 
 
-def _runs(
-    tiny: Any, build: Build, groups: Sequence[Moves] = (), length: int = LENGTHS[0]
-) -> bool:
+def _runs(tiny: Any, build: Build, groups: Sequence[Moves] = (), length: int = LENGTHS[0]) -> bool:
     """Return whether the model runs a document after the moves; on the CPU, as a bad index would
     break a GPU."""
     try:

@@ -55,14 +55,10 @@ def check_tree_model(model: Any, *, longest: int | None = None) -> None:
     """
     bare = bare_model(model)
     text = bare.config.get_text_config(decoder=True)
-    reason = "trees need its paths (megapack.attention.register, then load the model with it)"
     drawn = "sequences would share the draws of their prefix"
     dropout = max((m.p for m in model.modules() if isinstance(m, nn.Dropout)), default=0.0)
     dropout = max(dropout, getattr(text, "attention_dropout", 0.0) or 0.0)
-    check_options({
-        "attn_implementation": (text._attn_implementation, ATTENTION_NAME, reason),
-        "the model's dropout": (dropout, 0.0, drawn),
-    })  # fmt: skip
+    check_options({"the model's dropout": (dropout, 0.0, drawn)})
     check_model(model, longest=longest, trees=True)
 
 
@@ -203,9 +199,9 @@ def install_trees(
     reference = getattr(trainer, "ref_model", None)
     models = [trainer.model] if reference is None else [trainer.model, reference]
     unwrapped = [trainer.accelerator.unwrap_model(model) for model in models]
-    if reference is not None:  # TRL loads it with another attention
-        bare_model(unwrapped[1]).set_attn_implementation(ATTENTION_NAME)
     for model in unwrapped:
+        if model is not unwrapped[0]:  # TRL loads the reference with another attention
+            bare_model(model).set_attn_implementation(ATTENTION_NAME)
         check_tree_model(model, longest=longest)
     return [TreeForward(model) for model in unwrapped]
 

@@ -73,10 +73,15 @@ def _prepare_inputs(stock: Any, engine: Any, micro_batch: Any) -> tuple[Any, Any
         "inputs of the model besides text": (given, [], "trees hold text"),
         "one temperature for all samples": (one, True, "samples share the logits of their prefix"),
     })  # fmt: skip
-    if model_inputs["position_ids"].ndim != 2:  # noqa: PLR2004  # rows, tokens
-        raise ConfigError("position_ids have several axes, as of images: trees hold text")
-    _prepare_model(engine)
     ids = micro_batch["input_ids"]
+    ends, positions = ids.offsets(), model_inputs["position_ids"]
+    begins = ends[:-1].repeat_interleave(ends.diff())
+    if not torch.equal(positions[0] + begins, torch.arange(len(begins), device=ids.device)):
+        raise ConfigError(
+            "position_ids of a sample do not count from 0: it has several documents or images, and "
+            "a tree holds one text per sample; train it without trees"
+        )
+    _prepare_model(engine)
     batch = one_tree([row.cpu().numpy() for row in ids.unbind()]).to(ids.device)
     kept = batch["predecessors"].clamp(min=0)
     last = ids.offsets()[1:] - 1
