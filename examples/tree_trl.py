@@ -88,7 +88,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     model, reference = (
         LlamaForCausalLM._from_config(config, attn_implementation=attention) for _ in range(2)
     )
-    numbers = Tokenizer(models.WordLevel({"[PAD]": 0, "[EOS]": 1} | {str(i): i for i in range(50)}))
+    vocabulary = {"[PAD]": 0, "[EOS]": 1, **{str(number): number for number in range(2, 50)}}
+    numbers = Tokenizer(models.WordLevel(vocabulary, unk_token="[EOS]"))
     numbers.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=numbers, pad_token="[PAD]", eos_token="[EOS]"

@@ -132,7 +132,8 @@ def _prepare_model(engine: Any) -> None:
     """Check the engine's model once, and let its head see one state per label."""
     if getattr(engine, "tree_model", None) is None:
         bare = bare_model(getattr(engine.module, "_fsdp_wrapped_module", engine.module))
-        check_tree_model(bare)
+        with torch.enable_grad():  # log-probabilities come first, without gradients
+            check_tree_model(bare)
         keep_predecessors(bare.base_model)
         engine.tree_model = bare
 
