@@ -146,7 +146,8 @@ class TreeForward:
         batch = one_tree(sequences_of(input_ids, mask)).to(input_ids.device)
         self.forwarded_tokens += batch["tokens"].numel()
         self.sequence_tokens += len(batch["token_index"])
-        scored, places = rows_in_order(batch)[wanted[mask]].unique(return_inverse=True)
+        labelled = rows_in_order(batch)[wanted[mask]]
+        scored, places = labelled.unique(return_inverse=True)  # type: ignore[no-untyped-call]
         targets = batch["tokens"][:, scored]
         if not len(scored):  # run the head anyway: ranks must use the same parameters
             scored, targets = scored.new_zeros(1), targets.new_full((1, 1), IGNORED)
