@@ -70,7 +70,7 @@ def _prepare_inputs(stock: Any, engine: Any, micro_batch: Any) -> tuple[Any, Any
             engine.ulysses_sequence_parallel_size, 1, "every rank computes whole trees"
         ),
         "pad_to_length": (engine.pad_to_length, False, "a tree has its own length"),
-        "inputs of the model besides text": (given, [], "trees hold text"),
+        "further inputs of the model": (given, [], "trees hold text"),
         "one temperature for all samples": (one, True, "samples share the logits of their prefix"),
     })  # fmt: skip
     ids = micro_batch["input_ids"]
