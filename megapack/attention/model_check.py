@@ -263,7 +263,7 @@ def _thresholds(tiny: Any, numbers: Mapping[Path, float], run: _Run) -> tuple[st
     groups = _movable(tiny, run.build, _moves(numbers, run.longest))
     # Without the other numbers, those that remain get distinct values.
     again = _moves({path: numbers[path] for group in groups for path in group}, run.longest)
-    if again and _runs(_moved(tiny, again), run.build):
+    if again and _runs(tiny, run.build, again):
         groups = again
     if not groups or not _depends_on_row(tiny, groups, run):
         return ()
@@ -271,7 +271,7 @@ def _thresholds(tiny: Any, numbers: Mapping[Path, float], run: _Run) -> tuple[st
         # Move the other thresholds out of reach.
         others = _moves({p: numbers[p] for g in groups for p in g if p not in group}, 0)
         base = _moved(tiny, others)
-        if _runs(_moved(base, [group]), run.build) and _depends_on_row(base, [group], run):
+        if _runs(base, run.build, [group]) and _depends_on_row(base, [group], run):
             return (str(next(iter(group))[-1]),)
     return tuple(str(next(iter(group))[-1]) for group in groups)
 
@@ -298,19 +298,20 @@ def _movable(tiny: Any, build: Build, groups: Sequence[Moves]) -> list[Moves]:
             return False
 
     kept = [group for group in groups if keeps_shapes(group)]
-    if not kept or _runs(_moved(tiny, kept), build):
+    if not kept or _runs(tiny, build, kept):
         return kept
     chosen: list[Moves] = []
     for group in kept:
-        if _runs(_moved(tiny, [*chosen, group]), build):
+        if _runs(tiny, build, [*chosen, group]):
             chosen.append(group)
     return chosen
 
 
-def _runs(tiny: Any, build: Build, length: int = LENGTHS[0]) -> bool:
-    """Return whether the model runs a document; on the CPU, as a bad index would break a GPU."""
+def _runs(tiny: Any, build: Build, groups: Sequence[Moves] = (), length: int = LENGTHS[0]) -> bool:
+    """Return whether the model runs a document after the moves; on the CPU, as a bad index would
+    break a GPU."""
     try:
-        _reference(tiny, build, length)
+        _reference(_moved(tiny, groups) if groups else tiny, build, length)
     except Exception:  # the number is something else: the size of a buffer, a count of experts
         return False
     return True
@@ -334,7 +335,7 @@ def _depends_on_row(tiny: Any, groups: Sequence[Moves], run: _Run) -> bool:
         long = min(LONG, LENGTHS[0] * run.longest // int(min(crossed, default=LONG)))
         if LENGTHS[0] in values:
             long = 0  # the run's longest documents just reach a threshold
-    if long > LENGTHS[0] and _runs(tiny, run.build, long):
+    if long > LENGTHS[0] and _runs(tiny, run.build, length=long):
         rows.append((LENGTHS[1], long))
     for lengths in rows:
         tokens_of_row = torch.arange(sum(lengths), device=run.device) % VOCABULARY

@@ -77,6 +77,15 @@ def test_the_planned_grpo_example_gains_reward(tmp_path: Path) -> None:
     assert len(rewards) == 4 and all(0 <= reward <= 1 for reward in rewards)
 
 
+@pytest.mark.parametrize("method", ["grpo", "dpo"])
+def test_the_tree_example_trains_the_same_with_fewer_tokens(tmp_path: Path, method: str) -> None:
+    given = ["--method", method, "--steps", "2", "--prompt-tokens", "48", "--output", str(tmp_path)]
+    run = runpy.run_path(str(EXAMPLES / "tree_trl.py"))["main"]
+    with_trees, without = run(given), run([*given, "--no-trees"])
+    assert with_trees["losses"] == pytest.approx(without["losses"], rel=1e-4, abs=1e-5)
+    assert with_trees["tokens"] < 0.75 * without["tokens"]
+
+
 @pytest.mark.multiprocess
 def test_the_megatron_core_example_learns(corpus: Path) -> None:
     arguments = [str(corpus / "text"), "--seq-length", "256", "--steps", "12"]

@@ -45,7 +45,8 @@ from megapack.errors import ConfigError
 from megapack.integrations.dialects import IGNORED
 from megapack.integrations.host import check_options
 from megapack.integrations.hosts.transformers import check_model, parallel_sizes, rank_loader
-from megapack.planning import StepPlan, plan_step
+from megapack.integrations.hosts.trees import TreeForward, generating, install_trees, sequences_of
+from megapack.planning import StepPlan, plan_step, plan_trees
 
 Integers = NDArray[np.int64]
 Item = TypeVar("Item")
@@ -339,6 +340,9 @@ class PlannedGRPOMixin:
 
     Args:
         max_tokens_per_rank: maximum tokens (prompts and completions) of a micro batch.
+        trees: compute a prompt once for all of its completions in a micro batch, as a packed prefix
+            tree; then max_tokens_per_rank limits the tokens of the tree. The model has megapack's
+            attention, and generates with sdpa (``megapack.integrations.hosts.trees``).
         keep_groups: assign all completions of a prompt to one rank, and to one micro batch if they
             fit. With steps_per_generation above 1 GRPOTrainer shuffles completions over steps; then
             groups stay together within each step.
@@ -357,13 +361,14 @@ class PlannedGRPOMixin:
         self,
         *,
         max_tokens_per_rank: int,
+        trees: bool = False,
         keep_groups: bool = False,
         planning: Mapping[str, Any] | None = None,
         **host: Any,
     ) -> None:
         super().__init__(**host)
         self.max_tokens_per_rank, self.keep_groups = max_tokens_per_rank, keep_groups
-        self._planning = {**(planning or {}), "max_tokens_per_rank": max_tokens_per_rank}
+        self._planning = dict(planning or {})
         _check_trainer(
             self,
             max_tokens_per_rank,
@@ -377,6 +382,28 @@ class PlannedGRPOMixin:
                 f"loss_type is {self.loss_type!r}; planned steps support "
                 f"{sorted(GRPO_DENOMINATORS)}"
             )
+        limit = self._planning.get("max_documents_per_rank")
+        self.tree_forwards: list[TreeForward] = []
+        if trees:
+            option = (limit, None, "a tree has a limit of tokens only")
+            options = {"max_documents_per_rank": option}
+            self.tree_forwards = install_trees(self, max_tokens_per_rank, options)
+
+    def _generate(self, prompts: list[Any]) -> Any:
+        with generating(self.model) if self.tree_forwards else nullcontext():
+            return super()._generate(prompts)  # type: ignore[misc]
+
+    def _plan(
+        self, ids: Tensor, mask: Tensor, num_ranks: int, **options: Any
+    ) -> list[list[Integers]]:
+        """Return the numbers of the padded rows by rank and micro batch."""
+        mask = mask > 0
+        mask[:, 0] |= ~mask.any(1)  # a row without tokens counts as one
+        options |= {"num_ranks": num_ranks, "max_tokens_per_rank": self.max_tokens_per_rank}
+        if self.tree_forwards:
+            trees = plan_trees(sequences_of(ids, mask), **options).trees
+            return [[tree.sequences for tree in of_rank] for of_rank in trees]
+        return plan_step(mask.sum(1).cpu().numpy(), **options).index_lists()
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Add the number of each completion's group to GRPOTrainer's result."""
@@ -418,15 +445,13 @@ class PlannedGRPOMixin:
         gathered = self._gather_ranks(rows)
         masks = gathered["completion_mask"] * gathered.get("tool_mask", 1)
         num_labels = masks.sum(1).cpu().numpy()
-        lengths = gathered["prompt_mask"].sum(1) + gathered["completion_mask"].sum(1)
         ranks = self.accelerator.num_processes
-        plan = plan_step(
-            lengths.clamp(min=1).cpu().numpy(),
-            num_ranks=ranks,
-            groups=gathered["group"].cpu().numpy() if self.keep_groups else None,
-            **self._planning,
+        ids, mask = (
+            torch.cat([gathered[f"prompt_{of}"], gathered[f"completion_{of}"]], 1)
+            for of in ("ids", "mask")
         )
-        lists = plan.index_lists()
+        groups = gathered["group"].cpu().numpy() if self.keep_groups else None
+        lists = self._plan(ids, mask, ranks, groups=groups, **self._planning)
         micro_batches = []
         for number, indices in enumerate(lists[self.accelerator.process_index]):
             num_rows = max(len(rank_lists[number]) for rank_lists in lists)
@@ -476,17 +501,17 @@ class PlannedGRPOMixin:
             raise ConfigError("planned steps do not support images; use GRPOTrainer itself")
         chunks, order = [np.arange(len(input_ids))], np.arange(len(input_ids))
         if not torch.is_grad_enabled():
-            lengths = attention_mask.sum(1).clamp(min=1).cpu().numpy()
-            plan = plan_step(lengths, num_ranks=1, max_tokens_per_rank=self.max_tokens_per_rank)
-            count = torch.tensor([plan.num_micro_batches], device=self.accelerator.device)
-            missing = int(self.accelerator.gather(count).max()) - plan.num_micro_batches
-            chunks = [*plan.of_rank(0), *[order[:0]] * missing]
-            order = plan.inverse_permutation
+            chunks = self._plan(input_ids, attention_mask, 1)[0]
+            count = torch.tensor([len(chunks)], device=self.accelerator.device)
+            missing = int(self.accelerator.gather(count).max()) - len(chunks)
+            chunks = [*chunks, *[order[:0]] * missing]
+            order = np.argsort(np.concatenate(chunks))
+        score = _score_tree if self.tree_forwards else _score
         results = []
         for chunk in chunks:
             rows = torch.as_tensor(chunk if chunk.size else order[:1]).to(input_ids.device)
             with self.accelerator.autocast():
-                scores = _score(model, input_ids[rows], attention_mask[rows], logits_to_keep)
+                scores = score(model, input_ids[rows], attention_mask[rows], logits_to_keep)
             results.append([values[: len(chunk)] for values in scores])
         places = torch.as_tensor(order).to(input_ids.device)
         logps, entropies = (torch.cat(parts)[places] for parts in zip(*results, strict=True))
@@ -516,6 +541,21 @@ def _score(model: Any, ids: Tensor, attention_mask: Tensor, keep: int) -> tuple[
         target_values = F.pad(row[0, :-1], (1, 0))  # the output at a position is for the next token
         return row.new_zeros(mask.shape).masked_scatter(mask, target_values)[:, -keep:]
 
-    # A reference model returns no entropy, and GRPOTrainer does not read it there.
-    entropy = outputs.log_probs if outputs.entropy is None else outputs.entropy
-    return padded(outputs.log_probs), padded(entropy.detach())
+    return padded(outputs.log_probs), padded(_entropy(outputs))
+
+
+def _score_tree(
+    model: Any, ids: Tensor, attention_mask: Tensor, keep: int
+) -> tuple[Tensor, Tensor]:
+    """Return the same as ``_score``, from a model with ``TreeForward``."""
+    labels = torch.where(attention_mask.bool(), ids, IGNORED)
+    labels[:, :-keep] = IGNORED
+    rows = {"input_ids": ids, "attention_mask": attention_mask, "labels": labels}
+    outputs = model(**rows, fused_lm_head=True)
+    return outputs.log_probs[:, -keep:], _entropy(outputs)[:, -keep:]
+
+
+def _entropy(outputs: Any) -> Tensor:
+    """Return the entropy; a reference has none, and GRPOTrainer does not read it there."""
+    values: Tensor = outputs.log_probs if outputs.entropy is None else outputs.entropy
+    return values.detach()

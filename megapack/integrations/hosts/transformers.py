@@ -64,6 +64,7 @@ def check_model(
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
     longest: int | None = None,
+    trees: bool = False,
 ) -> None:
     """Raise ConfigError if packed rows would train a model wrongly, or token ids are unknown.
 
@@ -77,6 +78,7 @@ def check_model(
         device, dtype: device and dtype of the run; None: those of the model.
         longest: largest number of positions of a document or of padding (``check_architecture``);
             None: that of the dataset, unknown without one.
+        trees: also check packed prefix trees, which recurrent layers cannot compute.
     """
     bare = bare_model(getattr(model, "_orig_mod", model))
     if not isinstance(bare, transformers.PreTrainedModel):
@@ -88,13 +90,14 @@ def check_model(
         )
         return
     add_segment_numbers(bare)
-    text, trees = bare.config.get_text_config(decoder=True), False
+    text = bare.config.get_text_config(decoder=True)
+    attention = text._attn_implementation
     if dataset is not None:
         # PEFT may wrap the embedding.
         embeddings = bare.get_input_embeddings().modules()
         size = next(e.num_embeddings for e in embeddings if hasattr(e, "num_embeddings"))
         check_token_ids(dataset, size)
-        windows, attention = dataset.samples.windows, text._attn_implementation
+        windows = dataset.samples.windows
         if windows and attention != ATTENTION_NAME and "flash" not in attention:
             raise ConfigError(
                 f"the run has attention windows {windows}, and attention {attention!r} builds its "
@@ -102,19 +105,20 @@ def check_model(
                 f"attn_implementation={ATTENTION_NAME!r} or 'flash_attention_2', or leave "
                 "attention_window out"
             )
-        trees = dataset.samples.attention == "tree"
-        if trees and attention != ATTENTION_NAME:
-            raise ConfigError(
-                f"the dataset has prefix trees, and attention {attention!r} ignores their paths: "
-                f"load the model with attn_implementation={ATTENTION_NAME!r}"
-            )
+        trees |= dataset.samples.attention == "tree"
         if longest is None:
             longest = dataset.longest_position()
+    if trees and attention != ATTENTION_NAME:
+        raise ConfigError(
+            f"the run has prefix trees, and attention {attention!r} ignores their paths: register "
+            "it (megapack.attention.register), and load the model with "
+            f"attn_implementation={ATTENTION_NAME!r}"
+        )
 
     with _without_zero3():
         check_architecture(
             text,
-            attention=text._attn_implementation,
+            attention=attention,
             build=_builder(bare),
             device=bare.device if device is None else device,
             dtype=bare.dtype if dtype is None else dtype,

@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
@@ -39,7 +40,7 @@ from megapack.integrations.dialects import VERL_SFT, check_columns, emit, loss_t
 from megapack.integrations.host import Rebinding, check_options
 from megapack.integrations.rows.dataset import RowOptions
 from megapack.integrations.rows.open_rows import open_data_path
-from megapack.planning import StepPlan, plan_step
+from megapack.planning import StepPlan, TreePlan, plan_step, plan_trees
 from megapack.probe import check_rows
 
 logger = logging.getLogger("megapack")
@@ -107,16 +108,20 @@ def rearrange_micro_batches(
     longest = int(np.bincount(groups, weights=lengths).max())
     multiple = num_batches_divided_by or 1
 
-    def make_plan(micro_batch_multiple: int) -> StepPlan:
-        return plan_step(
-            lengths,
-            num_ranks=1,
-            max_tokens_per_rank=max(max_token_len, longest),
-            linear_cost_tokens=LINEAR_COST_TOKENS,
-            groups=groups if force_group_size > 1 else None,
-            balance="pipeline",
-            micro_batch_multiple=micro_batch_multiple,
-        )
+    def make_plan(micro_batch_multiple: int) -> StepPlan | TreePlan:
+        options: dict[str, Any] = {
+            "num_ranks": 1,
+            "max_tokens_per_rank": max(max_token_len, longest),
+            "linear_cost_tokens": LINEAR_COST_TOKENS,
+            "groups": groups if force_group_size > 1 else None,
+            "balance": "pipeline",
+            "micro_batch_multiple": micro_batch_multiple,
+        }
+        if not _trees:
+            return plan_step(lengths, **options)
+        masks = None if ids.is_nested else batch["attention_mask"].bool()
+        rows = ids.unbind() if masks is None else [r[m] for r, m in zip(ids, masks, strict=True)]
+        return plan_trees([row.cpu().numpy() for row in rows], **options)
 
     exchange = same_micro_num_in_dp and dp_group is not None and dist.is_initialized()
     count, plan = min_num_micro_batch or 1, make_plan(multiple)
@@ -137,13 +142,28 @@ def rearrange_micro_batches(
         if set(needed) == {count}:
             break
         plan = make_plan(count)
-    lists = plan.of_rank(0)
+    if isinstance(plan, TreePlan):
+        lists = _without_empty([tree.sequences for tree in plan.of_rank(0)], groups)
+    else:
+        lists = plan.of_rank(0)
     if use_dynamic_bsz_balance:
         ascending = np.argsort(plan.cost(LINEAR_COST_TOKENS)[:, 0], kind="stable").tolist()
         lists = [lists[i] for i in ascending[::2] + ascending[1::2][::-1]]
     chosen = [numbers.tolist() for numbers in lists]
     select = importlib.import_module("verl.utils.tensordict_utils").index_select_tensor_dict
     return [select(batch, numbers) for numbers in chosen], chosen
+
+
+def _without_empty(
+    lists: list[NDArray[np.int64]], groups: NDArray[np.int64]
+) -> list[NDArray[np.int64]]:
+    """Move a group of samples from the fullest micro batch to each empty one: verl has none."""
+    while not all(map(len, lists)):
+        empty = next(i for i, numbers in enumerate(lists) if not len(numbers))
+        fullest = max(range(len(lists)), key=lambda i: len(np.unique(groups[lists[i]])))
+        moved = groups[lists[fullest]] == groups[lists[fullest][-1]]
+        lists[empty], lists[fullest] = lists[fullest][moved], lists[fullest][~moved]
+    return lists
 
 
 # ---- Packed rows for the SFT trainer
@@ -327,15 +347,21 @@ _probing = Rebinding("verl")
 # ---- Installation
 
 
-def install() -> None:
-    """Replace verl's functions in all of its modules; a second call changes nothing.
+_trees = False  # plan trees (``megapack.integrations.hosts.verl_trees``)
+
+
+def install(*, trees: bool = False) -> None:
+    """Replace verl's functions in all of its modules; a second call changes nothing. With `trees`,
+    micro batches are packed prefix trees, and only their unique tokens count.
 
     Ray starts further processes: set ``VERL_USE_EXTERNAL_MODULES=megapack.integrations.hosts.verl``
     in their environment, and verl imports this module, which then installs itself. Raises
     ConfigError if this release of verl lacks one of the functions.
     """
+    global _trees  # noqa: PLW0603  # verl calls functions, not methods
     if _rebinding:
         return
+    _trees = trees
     home = importlib.import_module("verl.utils.seqlen_balancing")
     for ours in (get_seqlen_balanced_partitions, rearrange_micro_batches):
         name = ours.__name__
