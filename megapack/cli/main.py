@@ -25,7 +25,6 @@ from typing import Any, NoReturn, TextIO
 
 from megapack import __version__
 from megapack.errors import MegapackError, exit_code, printable_output, redacted
-from megapack.tokenization.corpus.inputs import require_utf8
 
 # command -> (module with add_arguments(parser) and run(args) -> exit status or None, help line);
 # only the module of the chosen command is imported
@@ -123,6 +122,9 @@ def build_parser(name: str) -> argparse.ArgumentParser:
 def _run(name: str, arguments: list[str]) -> int:
     debug = "--debug" in arguments
     try:
+        # Imported here, so that --help and --version do not wait for NumPy.
+        from megapack.tokenization.corpus.inputs import require_utf8  # noqa: PLC0415
+
         for argument in arguments:
             require_utf8(argument)
         args = build_parser(name).parse_args(arguments)

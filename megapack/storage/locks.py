@@ -180,7 +180,8 @@ def make_own_folder(path: Path) -> None:
     """Create a marked folder, or check that the existing one is marked. Raises ConfigError if
     something that megapack did not make has that name."""
     while not is_own_folder(path):
-        if os.path.lexists(path):
+        # Another process may create the folder, with its mark, or remove it between two checks.
+        if os.path.lexists(path) and not is_own_folder(path) and os.path.lexists(path):
             raise ConfigError(
                 f"{path} exists and was not made by megapack, which would write and remove files "
                 "in it: move it, or choose another name"
