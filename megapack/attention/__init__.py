@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megapack.attention.experts import LoadBalancing, token_mask
+from megapack.attention.flex import tree_mask
 from megapack.attention.model_check import check_architecture, check_positions
 from megapack.attention.problem import AttentionNeeds, ScoreRule, TreeSegments, alibi_slopes
 from megapack.attention.routes import check_replay, record_routes, replay_routes, routes_shape
@@ -13,8 +14,14 @@ from megapack.attention.transformers_interface import (
     tree_arguments,
     varlen_arguments,
 )
-from megapack.attention.tree import tree_attention, tree_mask
-from megapack.attention.varlen import BACKENDS, Choice, choose_backend, refusals, varlen_attention
+from megapack.attention.varlen import (
+    BACKENDS,
+    Choice,
+    choose_backend,
+    refusals,
+    tree_attention,
+    varlen_attention,
+)
 
 __all__ = [
     "ATTENTION_NAME",

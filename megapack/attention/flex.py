@@ -131,11 +131,17 @@ def _mask_mod(depth: Tensor, end: Tensor, rule: ScoreRule) -> Callable[..., Tens
     return mask_mod
 
 
-def dense_mask(segments: TreeSegments, num_tokens: int, rule: ScoreRule) -> Tensor:
-    """Return which key (column) each query (row) sees, bool ``[T, T]``."""
+def tree_mask(segments: TreeSegments, num_tokens: int, *, window: int = 0) -> Tensor:
+    """Return a dense mask, bool ``[1, 1, T, T]``, True where a query (row) sees a key (column).
+
+    The convention is that of torch's scaled_dot_product_attention and of the ``attention_mask`` of
+    transformers models with ``attn_implementation="sdpa"``. Memory is quadratic: for short rows and
+    for checking backends. ``window`` as in ``varlen_attention``.
+    """
     row = torch.arange(num_tokens, device=segments.device)
+    rule = ScoreRule(scale=1.0, window=window)
     mask_mod = _mask_mod(*segments.spans(num_tokens), rule)
-    return mask_mod(row, row, row[:, None], row)
+    return mask_mod(row, row, row[:, None], row)[None, None]
 
 
 BACKEND = Backend(

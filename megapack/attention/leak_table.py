@@ -53,7 +53,7 @@ def _block_mask(row: Row) -> Tensor:
     return torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float16).min)[None, None]
 
 
-# Ways in which trainers pass boundaries to a model: name -> arguments besides input_ids.
+# Ways in which trainers pass boundaries to a model: name -> arguments in addition to input_ids.
 WAYS: dict[str, Callable[[Row], dict[str, Any]]] = {
     # positions that restart, no mask: TRL's padding-free collator
     "position_ids": lambda row: {"position_ids": row.position_ids},
@@ -206,8 +206,8 @@ def read_configuration(name: str, *, trust_remote_code: bool = False) -> Any:
         return made.get_text_config(decoder=True)
     except (OSError, ValueError, KeyError) as error:
         raise MegapackError(
-            f"{name!r} is no architecture of the installed transformers, and no configuration was "
-            f"found there ({_first_line(error)}); pass a folder with a config.json, or one of "
+            f"{name!r} is not an architecture of the installed transformers, and no configuration "
+            f"was found there ({_first_line(error)}); pass a folder with a config.json, or one of "
             f"{', '.join(architectures()[:4])}, ..."
         ) from error
 

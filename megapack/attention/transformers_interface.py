@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megapack.attention.problem import TreeSegments
-from megapack.attention.varlen import attend
+from megapack.attention.varlen import tree_attention
 
 ATTENTION_NAME = "megapack"
 
@@ -136,7 +136,7 @@ def _attention_function(backend: str) -> Attention:
             x if x.shape[-1] == width else nn.functional.pad(x, (0, width - x.shape[-1]))
             for x in (query, key, value)
         )
-        out = attend(
+        out = tree_attention(
             query.transpose(1, 2).reshape(batch * length, heads, width),
             key.transpose(1, 2).reshape(batch * length, -1, width),
             value.transpose(1, 2).reshape(batch * length, -1, width),

@@ -1,6 +1,7 @@
 """Attention over a stream of segments: one function, one opaque operator, any backend.
 
-- ``varlen_attention``: the attention function; ``attend``: the same for nodes and their paths.
+- ``varlen_attention``: the attention function of documents.
+- ``tree_attention``: the same for packed prefix trees, whose shared tokens are computed once.
 - ``choose_backend``: chooses the backend of a run at start; ``refusals``: why others cannot serve.
 
 ``torch.compile`` does not trace ``megapack::varlen_attn``, so a model compiles to one graph for
@@ -104,7 +105,7 @@ def varlen_attention(
         softcap: with c > 0, scores become ``c * tanh(scores / c)``.
         alibi_slopes: ``[H]`` float32; adds ``-slope * (i - j)`` to the scores (Press et al. 2021).
     """
-    return attend(
+    return tree_attention(
         query,
         key,
         value,
@@ -118,20 +119,30 @@ def varlen_attention(
     )
 
 
-def attend(
+def tree_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     segments: TreeSegments,
     *,
     backend: str,
-    scale: float | None,
-    causal: bool,
-    window: int,
-    softcap: float,
-    alibi_slopes: Tensor | None,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int = 0,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
 ) -> Tensor:
-    """Compute attention of every node to its path; arguments and errors as ``varlen_attention``."""
+    """Compute attention of every token of a packed prefix tree to its path; return ``[T, H, D]`` in
+    the dtype of ``query``.
+
+    The queries of a node are its tokens, its keys are its path. Masks, windows and ALiBi use the
+    difference of depths, because kernels align the end of a node with the end of its path.
+
+    Args:
+        segments: nodes and their paths, on the device of ``query``. Padding is a root.
+
+    Other arguments and the errors are those of ``varlen_attention``.
+    """
     _check_shapes(query, key, value, segments, alibi_slopes)
     options: dict[str, Any] = {
         "max_seqlen_q": segments.max_seqlen_q,
@@ -258,7 +269,7 @@ def _varlen_attn_fake(
 def _varlen_attn_backward(grad_out: Tensor, *tensors: Any, **options: Any) -> tuple[Tensor, ...]:
     q, k, v, out, lse = tensors[:5]
     chosen, segments, rule = _unpack(*tensors[5:], **options)
-    assert chosen.backward is not None, "attend calls such a backend directly"
+    assert chosen.backward is not None, "tree_attention calls such a backend directly"
     keys, values = (_gathered(x, segments.kv_index) for x in (k, v))
     done = Forward(q, keys, values, out, lse)
     grad_q, *grads = chosen.backward(grad_out.contiguous(), done, segments, rule)

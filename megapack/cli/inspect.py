@@ -105,7 +105,7 @@ class SegmentView:
     columns: list[tuple[str, ColumnSpec, NDArray[Any]]]
     group: int  # number of its group in the sample; without groups every segment is one
     parent: int | None = None  # in prefix trees, the segment that it continues; -1: none
-    num_ends: int = 0  # documents that end with it in a prefix tree
+    num_ends: int = 0  # in prefix trees, documents whose last segment this is
     fim: str = ""  # how fill-in-the-middle reorders the document; empty: not at all
 
     @property

@@ -96,7 +96,7 @@ class SourceDocuments(abc.ABC):
 
     def document_tokens(self, fact: str) -> set[Any]:
         """Return the tokens that the meta files name as ``fact``, one of ``BOUNDARY_TOKENS``; None:
-        a meta file does not have it; "unknown": there is no meta file."""
+        a meta file does not have it; "unknown": the meta file is missing."""
         return {"unknown" if self.meta is None else self.meta.get(fact)}
 
     @abc.abstractmethod

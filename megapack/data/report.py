@@ -190,7 +190,7 @@ class StagePlan:
     tokens_per_step: int
     buckets: tuple[BucketShare, ...]
     ramping: bool = False
-    fim_rates: str = ""  # fill-in-the-middle per source; "" if there is none
+    fim_rates: str = ""  # fill-in-the-middle per source; "" without it
 
     def __str__(self) -> str:
         rows = [self.fim_rates] if self.fim_rates else []

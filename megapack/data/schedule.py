@@ -7,8 +7,8 @@
     Schedule(index, tokens_per_step=256, seed=1).step(3).draws
     # -> (Draw(bucket=0, capacity=64, sample_ids=[17, 4, 30, 9]),)
 
-All ranks compute the same without communication. Steps hold a constant number of tokens, whatever
-the number of ranks and the micro batch size. Nothing is dropped: a bucket is an endless stream
+All ranks compute the same without communication. Steps have a constant number of tokens, for any
+number of ranks and any micro batch size. Nothing is dropped: a bucket is an endless stream
 (``megapack.data.bucket_streams``) of which every draw takes the next ``k`` samples, and a draw that
 reaches the end of an epoch continues with the next one.
 

@@ -25,6 +25,7 @@ degree per micro batch, as process groups and Megatron's ``local_cp_size`` requi
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -283,13 +284,7 @@ def plan_step(
             above 1, its group), a cost is negative or not finite, ranks times micro batches exceed
             2^24, or an argument is out of range.
     """
-    given = np.asarray(lengths)
-    if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
-        raise ValueError(
-            f"lengths has shape {given.shape} and dtype {given.dtype}; it must be one list of "
-            "integers"
-        )
-    tokens = np.ascontiguousarray(given, dtype=np.int64)
+    tokens = integers("lengths", lengths)
     if max_documents_per_rank is None:
         max_documents_per_rank = max(1, tokens.size)
     counts: dict[str, Any] = {
@@ -320,16 +315,11 @@ def plan_step(
                 f"{name} has shape {array.shape}; there are {len(tokens)} documents: give one row "
                 "for each"
             )
-    if group_ids.size and group_ids.dtype.kind not in "iu":
-        raise ValueError(f"groups has dtype {group_ids.dtype}; it must be integers")
-    for name, array in (("lengths", given), ("groups", group_ids)):
-        if array.max(initial=0) > np.iinfo(np.int64).max:
-            raise ValueError(f"{name} has the number {array.max()}; it must be below 2^63")
     num_micro_batches, first_rank, degree, micro_batch = _core.plan_step(
         tokens,
         np.ascontiguousarray(cost_array).ravel(),
         np.ascontiguousarray(limits),
-        np.ascontiguousarray(group_ids, np.int64),
+        integers("groups", group_ids),
         balance=balance,
         linear_cost_tokens=round(linear_cost_tokens),
         **counts,
@@ -342,3 +332,20 @@ def plan_step(
         degree=degree,
         micro_batch=micro_batch,
     )
+
+
+def integers(
+    name: str, values: ArrayLike, kept: Collection[type[np.integer[Any]]] = ()
+) -> NDArray[Any]:
+    """Return one list of integers as a contiguous int64 array, or in a dtype of ``kept``. Raises
+    ValueError for other shapes and dtypes, and for numbers of 2^63 and above."""
+    array = np.asarray(values)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ValueError(
+            f"{name} has shape {array.shape} and dtype {array.dtype}; it must be one list of "
+            "integers"
+        )
+    if array.max(initial=0) > np.iinfo(np.int64).max:
+        raise ValueError(f"{name} has the number {array.max()}; it must be below 2^63")
+    dtype = array.dtype.newbyteorder("=").type
+    return np.ascontiguousarray(array, dtype if dtype in kept else np.int64)

@@ -41,7 +41,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megapack import _core
-from megapack.planning.step_plan import CriticalPath
+from megapack.planning.step_plan import CriticalPath, integers
 from megapack.units import checked_integer
 
 __all__ = ["Tree", "TreePlan", "plan_trees"]
@@ -336,7 +336,7 @@ def plan_trees(
         shared = _core.limit_depth(
             tokens, shared, checked_integer("max_depth", max_depth, 1, 1 << 31)
         )
-    group_ids = np.zeros(0, np.int64) if groups is None else _integers("groups", groups)
+    group_ids = np.zeros(0, np.int64) if groups is None else integers("groups", groups)
     if groups is not None and group_ids.shape != order.shape:
         raise ValueError(
             f"groups has shape {group_ids.shape}; there are {len(order)} sequences: give a number "
@@ -365,30 +365,15 @@ def plan_trees(
 # ---- Arguments -----------------------------------------------------------------------------------
 
 
-def _integers(name: str, values: Any) -> NDArray[Any]:
-    array = np.asarray(values)
-    if array.size == 0 and array.dtype.kind == "f":
-        array = array.astype(np.int64)  # an empty list
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise ValueError(
-            f"{name} has shape {array.shape} and dtype {array.dtype}; it must be one list of "
-            "integers"
-        )
-    if array.dtype.kind == "u" and array.dtype.itemsize == 8 and array.max(initial=0) >> 63:
-        raise ValueError(f"{name} has the number {array.max()}; it must be below 2^63")
-    narrow = array.dtype.newbyteorder("=") in (np.dtype(np.uint16), np.dtype(np.int32))
-    kept = array.dtype.newbyteorder("=") if narrow and name == "sequences" else np.int64
-    return np.ascontiguousarray(array, kept)
-
-
 def _flat(name: str, values: Any, offsets: ArrayLike | None) -> tuple[NDArray[Any], Int64]:
     """Return all items, and the begin of every sequence and the end of the last."""
+    narrow = (np.uint16, np.int32) if name == "sequences" else ()  # dtypes that are not copied
     if offsets is None:
-        parts = [_integers(f"{name}[{i}]", part) for i, part in enumerate(values)]
+        parts = [integers(f"{name}[{i}]", part, narrow) for i, part in enumerate(values)]
         sizes = np.array([0, *map(len, parts)], np.int64)
         flat = np.concatenate(parts) if parts else np.zeros(0, np.int64)
-        return _integers(name, flat), np.cumsum(sizes)
-    flat, begins = _integers(name, values), _integers("offsets", offsets)
+        return integers(name, flat, narrow), np.cumsum(sizes)
+    flat, begins = integers(name, values, narrow), integers("offsets", offsets)
     if not len(begins) or begins[0] < 0 or begins[-1] > len(flat) or (np.diff(begins) < 0).any():
         raise ValueError(
             f"offsets has {len(begins)} numbers for {len(flat)} items of {name}; it must be a "

@@ -102,7 +102,7 @@ class Documents:
 
 
 def tokens_of(batch: Mapping[str, Any]) -> str:
-    """Return the name of the batch's tokens. Raises LeakError if there is none."""
+    """Return the name of the batch's tokens. Raises LeakError if the batch has no tokens."""
     for name in TOKENS:
         if isinstance(batch.get(name), Tensor) and batch[name].dim() > 0:
             return name

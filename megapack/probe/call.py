@@ -1,4 +1,4 @@
-"""How a batch becomes a call: arguments, changed tokens, a head of few logits, counted labels.
+"""Calls of a target with a batch: arguments, changed tokens, a head of few logits, counted labels.
 
 tokens   5 6 7 8 9      changed_batch: other ids in changed documents; labels that are
 labels   6 7 _ 9 _      tokens follow them

@@ -39,7 +39,7 @@ from megapack.probe.layers import (
 )
 from megapack.probe.report import Leak, LeakError, Report
 
-# Bits of a document's number: gradients do not tell documents apart whose lower bits are equal.
+# Lower bits of a document's number: documents with equal lower bits are one group for gradients.
 BITS = 3
 NEAR = 8  # documents of which exact sources are computed
 
@@ -58,7 +58,7 @@ def probe(
 
     Runs at most five forward passes of the batch, and three of single documents. Restores random
     states and buffers, and leaves gradients alone. If torch.distributed is initialized, all ranks
-    must call it; each gets the findings of all ranks. Raises LeakError if the probe cannot tell:
+    must call it; each gets the findings of all ranks. Raises LeakError if nothing can be compared:
     no boundaries, one document, outputs that are random, not finite or independent of the tokens.
 
     Args:
@@ -89,7 +89,7 @@ def probe(
 
 
 class Run:
-    """Outputs of one pass, reduced and as they were, and calls of modules."""
+    """Outputs of one pass, reduced and unreduced, and the calls of modules."""
 
     def __init__(self, raw: list[Tensor], calls: list[Call], documents: Documents) -> None:
         self.raw = raw
@@ -107,8 +107,8 @@ class Run:
         return torch.stack(parts).amax(dim=0) if parts else torch.zeros(0)
 
 
-# Changed tokens, bool (tokens,); the pass; tokens whose outputs may be compared.
-Change: TypeAlias = tuple[Tensor, Run, Tensor]
+# Changed tokens, bool (tokens,); the pass; tokens whose outputs may be compared, or True for all.
+Change: TypeAlias = tuple[Tensor, Run, Tensor | bool]
 
 
 class Passes:
@@ -149,8 +149,7 @@ class Passes:
         with self.recorder.restored_buffers():
             plain = self.run(self.batch)
             changes = [
-                (changed, self.run(self.changed(changed)), changed | ~changed)
-                for changed in self.halves()
+                (changed, self.run(self.changed(changed)), True) for changed in self.halves()
             ]
             again = self.run(self.batch, seed=1, gradients=gradients, eager=True)
             self.measure(plain, changes, again)
@@ -237,7 +236,8 @@ class Passes:
         return changed_batch(self.batch, changed)
 
     def measure(self, plain: Run, changes: Sequence[Change], again: Run | None = None) -> None:
-        """Compare noise with changes. Raises LeakError on all ranks if nothing can be told."""
+        """Compare noise with changes. Raises LeakError on all ranks if the outputs cannot
+        be compared."""
         real = self.of_token >= 0
         differences = [(changed, run.difference(plain)) for changed, run, _ in changes]
         noise = (again or plain).difference(plain)
@@ -287,7 +287,7 @@ class Passes:
         then the source, the layer and the kind of its leaks are exact."""
         changed = self.of_token.eq(found[0].from_document or 0)
         run = self.run(self.changed(changed), eager=True)
-        exact = merge(share(self.affected(base, changed, run, changed | ~changed)))
+        exact = merge(share(self.affected(base, changed, run)))
         if not exact:
             return found
         reached = {leak.to_document for leak in exact}
@@ -296,7 +296,9 @@ class Passes:
         rest = [x if x.layer else replace(x, layer=first.layer, kind=first.kind) for x in rest]
         return sorted(exact + rest, key=lambda leak: (leak.to_document, leak.rank or 0))
 
-    def affected(self, plain: Run, changed: Tensor, run: Run, same: Tensor) -> list[Leak]:
+    def affected(
+        self, plain: Run, changed: Tensor, run: Run, same: Tensor | bool = True
+    ) -> list[Leak]:
         """Return one leak per document that changes, at ``same`` tokens, though its tokens do
         not."""
         call = self.origin(plain, run, changed)
@@ -509,7 +511,7 @@ def largest_change(ours: Tensor, theirs: Tensor) -> Tensor:
 
 
 def largest(difference: Tensor, where: Tensor) -> float:
-    """Return the largest entry at ``where``; 0 if there is none."""
+    """Return the largest entry at ``where``, or 0 without entries."""
     return float(difference[where].max()) if len(difference) and bool(where.any()) else 0.0
 
 

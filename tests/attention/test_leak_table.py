@@ -80,5 +80,5 @@ def test_a_wrong_command_line_ends_with_2(words: list[str]) -> None:
 
 def test_an_unknown_model_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["/no/such/folder"]) == 1
-    assert "'/no/such/folder' is no architecture" in capsys.readouterr().err
+    assert "'/no/such/folder' is not an architecture" in capsys.readouterr().err
     assert {"llama", "mamba", "qwen3_next"} <= {*architectures()}

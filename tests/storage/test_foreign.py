@@ -593,7 +593,7 @@ def test_side_files_hold_no_tokens(folder: Path) -> None:
 
 
 def test_names_in_conversion_commands_are_quoted(folder: Path) -> None:
-    """Run the command's program on a stub that prints what it is asked for."""
+    """Run the command's program on a stub that prints its requests."""
     shard = {"column_names": ["a'; print(9) #"], "column_encodings": ["str"], "format": "mds"}
     Path("it's").mkdir()
     Path("it's/index.json").write_text(json.dumps({"shards": [shard], "version": 2}))
