@@ -315,6 +315,8 @@ def plan_step(
                 f"{name} has shape {array.shape}; there are {len(tokens)} documents: give one row "
                 "for each"
             )
+    if group_ids.size and group_ids.dtype.kind not in "iu":
+        raise ValueError(f"groups has dtype {group_ids.dtype}; it must be integers")
     num_micro_batches, first_rank, degree, micro_batch = _core.plan_step(
         tokens,
         np.ascontiguousarray(cost_array).ravel(),
