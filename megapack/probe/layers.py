@@ -1,4 +1,4 @@
-"""Where a leak begins: inputs and outputs of every module, reduced to a few numbers per token.
+"""Search for the module in which a leak begins: its inputs and outputs, a few numbers per token.
 
 A module leaks first if its outputs change at tokens of unchanged documents and its inputs do not:
 

@@ -37,7 +37,7 @@ CAUSES: dict[str, str] = {
 
 
 class LeakError(ConfigError):
-    """Documents of a batch depend on each other, or a probe cannot tell."""
+    """Error of a probe: documents depend on each other, or nothing can be compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class Leak:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a probe found; ``notes`` say what it could not check."""
+    """Findings of a probe; ``notes`` list the checks that were not possible."""
 
     leaks: tuple[Leak, ...]
     forwards: int
@@ -88,7 +88,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether no document depends on another."""
+        """True if no document depends on another."""
         return not self.leaks
 
     def as_dict(self) -> dict[str, Any]:

@@ -156,7 +156,7 @@ def _weights(batch: Mapping[str, Any]) -> str:
 
 
 def _changed_tokens(batch: Mapping[str, Any]) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """Return the end of the tokens that may depend on each token (they begin with it), int64
+    """Return for every token the end of the range of tokens that may depend on it, int64
     (tokens,), and the tokens that three runs change."""
     segments = SegmentPlaces.of(batch)
     numbers = torch.arange(len(segments.begins))
@@ -340,8 +340,8 @@ def _branches(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
 
 def _paths(batch: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], Tensor, Tensor]]:
     """Yield the longest path of a tree, and its first half, without branches: batch, tokens of the
-    original, tokens of the batch. The remaining tokens of the row become roots that are no longer,
-    because a host may need rows of equal length."""
+    original, tokens of the batch. The remaining tokens of the row become roots of at most that
+    length, because a host may need rows of equal length."""
     tokens, path_ends = batch["tokens"], batch["cu_seqlens_k"].long()
     last = int(path_ends.diff().argmax())
     longest = batch["kv_index"].long()[path_ends[last] : path_ends[last + 1]]

@@ -9,7 +9,7 @@
     Trainer(..., callbacks=[LeakCallback()])      # transformers, TRL, Lightning
 
 The probe runs inside of the first forward pass in training mode, with the arguments of this pass.
-It leaves gradients, buffers and random numbers as they were. A leak raises LeakError.
+It does not change gradients, buffers or random states. A leak raises LeakError.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class watch(ContextDecorator):  # noqa: N801  # read as a function, like context
 
     Args:
         model: the module that the training loop calls; of several, the one called first is probed.
-        on_leak: ``raise`` LeakError, or ``warn`` with the report and go on.
+        on_leak: ``raise`` LeakError, or ``warn`` with the report and continue.
         options: of ``probe``, for example ``boundaries``.
     """
 
