@@ -22,6 +22,7 @@ _HOME = {
     "PackedDataset": "megapack.data",
     "SampleIndex": "megapack.packing",
     "Schedule": "megapack.data",
+    "build_loader": "megapack.data",
     "pack": "megapack.packing",
     "plan_step": "megapack.planning",
 }
@@ -34,6 +35,7 @@ __all__ = [
     "SampleIndex",
     "Schedule",
     "__version__",
+    "build_loader",
     "pack",
     "plan_step",
 ]

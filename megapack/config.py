@@ -12,7 +12,6 @@ as integers. ``check_range`` checks ranges.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import operator
 import types
@@ -24,6 +23,7 @@ from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type
 
 import yaml
 
+from megapack.calls import nearest
 from megapack.errors import ConfigError
 
 T = TypeVar("T")
@@ -41,9 +41,28 @@ def load_config(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid YAML: {_one_line(error)}") from error
     tree = {} if tree is None else tree
-    if isinstance(tree, dict):
-        tree = apply_overrides(tree, overrides)
-    return from_dict(cls, tree, where=str(path))
+    where = str(path)
+    if not isinstance(tree, dict):
+        return from_dict(cls, tree, where=where)
+    error = _error(cls, apply_overrides(tree, overrides), where)
+    if error is not None:
+        # The overrides without which the error would be another one, or none, are to blame.
+        others = [[*overrides[:i], *overrides[i + 1 :]] for i in range(len(overrides))]
+        without = [_error(cls, apply_overrides(tree, each), where) for each in others]
+        blamed = [
+            f"--set {o}" for o, e in zip(overrides, without, strict=True) if str(e) != str(error)
+        ]
+        problem = str(error).removeprefix(f"{where}: ")
+        raise ConfigError(f"{' '.join(blamed)}: {problem}") if blamed else error
+    return from_dict(cls, apply_overrides(tree, overrides), where=where)
+
+
+def _error(cls: type[Any], tree: Mapping[str, Any], where: str) -> ConfigError | None:
+    try:
+        from_dict(cls, tree, where=where)
+    except ConfigError as error:
+        return error
+    return None
 
 
 def apply_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -52,19 +71,19 @@ def apply_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[s
     for item in overrides:
         key, equals, text = item.partition("=")
         if not equals or not key.strip():
-            raise ConfigError(f"override {item!r} is not of the form key=value (as in seed=7)")
+            raise ConfigError(f"--set {item} is not of the form key=value (as in --set seed=7)")
         try:
             value = read_yaml(text)
         except yaml.YAMLError as error:
             raise ConfigError(
-                f"override {item!r}: the value is not valid YAML: {_one_line(error)}"
+                f"--set {item}: the value is not valid YAML: {_one_line(error)}"
             ) from error
         *parents, leaf = key.strip().split(".")
         node = result
         for parent in parents:
             child = node.setdefault(parent, {})
             if not isinstance(child, dict):
-                raise ConfigError(f"override {item!r}: {parent} is a single value; set it directly")
+                raise ConfigError(f"--set {item}: {parent} is a single value; set it directly")
             node = child
         node[leaf] = value
     return result
@@ -204,14 +223,6 @@ def read_yaml(text: str) -> Any:
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
-
-
-def nearest(name: str, known: Iterable[str], formerly: Mapping[str, str] | None = None) -> str:
-    """Return ``"; did you mean 'x'?"`` for a similar known name, or an empty string. ``formerly``
-    maps old names to known ones."""
-    names = {**{one: one for one in known}, **(formerly or {})}
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"; did you mean {names[close[0]]!r}?" if close else ""
 
 
 def check_known(

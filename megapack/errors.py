@@ -2,8 +2,8 @@ r"""Exceptions of megapack, and functions that make text safe to print.
 
     printable("a\x1b[2Jb")  # -> "a\\u001b[2Jb": text of a corpus cannot clear the screen
 
-A message names the subject, the value, the limit and the remedy. Wrong arguments of a function
-raise plain ``ValueError``/``TypeError``; files that cannot be opened raise plain ``OSError``.
+A message names the subject, the value, the limit and the remedy. Arguments of a function that do
+not fit its signature raise ``ArgumentError``; files that cannot be opened raise plain ``OSError``.
 """
 
 from __future__ import annotations
@@ -35,6 +35,10 @@ class MegapackError(Exception):
 
 class ConfigError(MegapackError, ValueError):
     """A configuration or a command line is wrong."""
+
+
+class ArgumentError(ConfigError, TypeError):
+    """An argument of a function has an unknown name or a wrong type (``calls.checked_call``)."""
 
 
 class FormatError(MegapackError, ValueError):

@@ -19,7 +19,8 @@ PACKAGE = ROOT / "megapack"
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
 # Package -> packages that it may import (also itself and the ground floor).
-GROUND = {"errors", "config", "records", "units", "devices", "executors", "_core", "__version__"}
+GROUND = {"errors", "calls", "command_line", "config", "records", "units", "devices", "executors"}
+GROUND |= {"_core", "__version__"}
 MAY_IMPORT: dict[str, set[str]] = {
     "storage": set(),
     "tokenization": {"storage"},
@@ -43,7 +44,7 @@ ONLY = {
 }
 TORCH_FREE = (
     *("storage", "tokenization", "packing", "planning", "compare", "cli"),
-    *("errors", "config", "records", "units", "devices", "executors"),
+    *("errors", "calls", "command_line", "config", "records", "units", "devices", "executors"),
     *("data/run", "training/config"),  # checked before torch is imported
     *("training/engine/directory", "training/monitoring/slowdowns"),  # a run is read
 )

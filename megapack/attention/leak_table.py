@@ -33,6 +33,8 @@ from torch import Tensor
 from megapack.attention.model_check import tiny_reference
 from megapack.attention.tiny_model import VOCABULARY, Row
 from megapack.attention.transformers_interface import register
+from megapack.calls import nearest
+from megapack.command_line import Parser, add_program_options
 from megapack.errors import MegapackError, exit_code, require
 from megapack.probe import LeakError, probe
 
@@ -220,15 +222,15 @@ def _parser() -> argparse.ArgumentParser:
         def read(text: str) -> list[str]:
             if unknown := [part for part in text.split(",") if part not in known]:
                 raise argparse.ArgumentTypeError(
-                    f"{', '.join(unknown)} is unknown; there are {', '.join(known)}"
+                    f"{unknown[0]!r} is unknown{nearest(unknown[0], known)} (known: "
+                    f"{', '.join(known)})"
                 )
             return text.split(",")
 
         return read
 
-    parser = argparse.ArgumentParser(
-        "megapack-probe", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("megapack-probe", description=__doc__)
+    add_program_options(parser)
     parser.add_argument("model", nargs="*", help="architecture, folder, config.json or model id")
     parser.add_argument("--all", action="store_true", help="every architecture of transformers")
     parser.add_argument(

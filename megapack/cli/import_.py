@@ -26,7 +26,9 @@ from typing import Any
 from numpy.typing import NDArray
 
 from megapack.cli.arguments import add_shared, token_id
+from megapack.cli.output import print_result
 from megapack.errors import ConfigError
+from megapack.storage import IndexedDataset
 from megapack.storage.column_edits import spec_of
 from megapack.storage.columns import ColumnSpec
 from megapack.storage.foreign import KINDS
@@ -69,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="SOURCE is a .npy with a row per token of the file (default TYPE: that of the .npy, "
         "token, fill=0)",
     )
-    add_shared(parser, "--overwrite")
+    add_shared(parser, "--overwrite", "--json")
 
 
 def _columns(options: list[str]) -> dict[str, tuple[NDArray[Any], ColumnSpec]]:
@@ -102,4 +104,6 @@ def run(args: argparse.Namespace) -> None:
         columns=_columns(args.column),
         overwrite=args.overwrite,
     )
-    print(result)
+    made = IndexedDataset(args.output_prefix)
+    counts = {"num_documents": made.num_documents, "num_tokens": made.num_tokens}
+    print_result(args, {"prefix": args.output_prefix, **counts, "summary": result}, result)

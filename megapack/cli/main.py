@@ -11,8 +11,6 @@ Results go to stdout, progress and notes to stderr. Exit status:
 
 from __future__ import annotations
 
-import argparse
-import difflib
 import importlib
 import io
 import os
@@ -21,9 +19,10 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Any, NoReturn, TextIO
+from typing import TextIO
 
-from megapack import __version__
+from megapack.calls import nearest
+from megapack.command_line import Parser, add_program_options
 from megapack.errors import MegapackError, exit_code, printable_output, redacted
 
 # command -> (module with add_arguments(parser) and run(args) -> exit status or None, help line);
@@ -49,17 +48,6 @@ COMMANDS = {
     "export": ("megapack.cli.export", "samples -> files for another trainer"),
     "import": ("megapack.cli.import_", "index token files of other tools"),
 }
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.print_usage(sys.stderr)
-        self.exit(2, f"{self.prog}: error: {redacted(message)}\n")
-
-    def _print_message(self, message: str, file: Any = None) -> None:
-        # argparse's own method ignores a closed pipe or not, depending on the buffering of stdout.
-        if message:
-            (file or sys.stderr).write(message)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -95,25 +83,38 @@ def _dispatch(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_overview())
         return 0
-    if arguments[0] == "--version":
-        print(f"megapack {__version__}")
-        return 0
     name, *options = arguments
-    if name not in COMMANDS:
-        close = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        print(f"megapack-build: no command {name!r}{hint}\n\n{_overview()}", file=sys.stderr)
-        return 2
-    return _run(name, options)
-
-
-def build_parser(name: str) -> argparse.ArgumentParser:
-    module = importlib.import_module(COMMANDS[name][0])
-    parser = _Parser(
-        prog=f"megapack-build {name}",
-        description=module.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    if name in COMMANDS:
+        return _run(name, options)
+    if name.startswith("-"):
+        program_parser(with_commands="--print-completion".startswith(name)).parse_args(arguments)
+    print(
+        f"megapack-build: error: no command {name!r}{nearest(name, COMMANDS)} (megapack-build "
+        "shows the commands)",
+        file=sys.stderr,
     )
+    return 2
+
+
+def program_parser(*, with_commands: bool) -> Parser:
+    """Return the parser of the program, without or with those of its commands, whose modules take
+    a second to import."""
+    parser = Parser("megapack-build")
+    add_program_options(parser)
+    if with_commands:
+        commands = parser.add_subparsers()
+        for name, (_, help_line) in COMMANDS.items():
+            _fill(commands.add_parser(name, help=help_line), name)
+    return parser
+
+
+def build_parser(name: str) -> Parser:
+    return _fill(Parser(f"megapack-build {name}"), name)
+
+
+def _fill(parser: Parser, name: str) -> Parser:
+    module = importlib.import_module(COMMANDS[name][0])
+    parser.description = module.__doc__
     module.add_arguments(parser)
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
@@ -155,7 +156,10 @@ def _overview() -> str:
     width = max(map(len, COMMANDS))
     lines = ["usage: megapack-build COMMAND [options]", ""]
     lines += [f"  {name:{width}}  {help_line}" for name, (_, help_line) in COMMANDS.items()]
-    lines += ["", "megapack-build COMMAND --help shows the options of one command."]
+    lines += ["", "megapack-build COMMAND --help shows the options of one command.", ""]
+    lines += [
+        "megapack-build --version, megapack-build --print-completion bash|zsh|tcsh (by shtab)"
+    ]
     return "\n".join(lines)
 
 

@@ -13,10 +13,12 @@ remains.
 from __future__ import annotations
 
 import argparse
+import dataclasses
+from typing import Any
 
 from megapack.cli.arguments import add_dataset_argument, add_flags, add_shared
 from megapack.cli.datasets import dataset_prefixes
-from megapack.cli.output import Work
+from megapack.cli.output import Work, print_result
 from megapack.cli.verify import print_findings
 from megapack.errors import FormatError
 from megapack.storage.repair import repair
@@ -25,7 +27,7 @@ from megapack.storage.verify import verify
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_dataset_argument(parser, many=True)
-    add_shared(parser, "--dry-run", "--no-tokens")
+    add_shared(parser, "--dry-run", "--no-tokens", "--json")
     add_flags(
         parser,
         drop_truncated="if .bin is too short, keep the documents that are complete (default: an "
@@ -40,11 +42,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     prefixes = dict.fromkeys(dataset_prefixes(args.prefixes))
-    return int(any([_repair(prefix, args) for prefix in prefixes]))
+    facts = {prefix: _repair(prefix, args) for prefix in prefixes}
+    print_result(args, facts, lambda: None)
+    return int(any(each["refused"] or each["remaining"] for each in facts.values()))
 
 
-def _repair(prefix: str, args: argparse.Namespace) -> bool:
-    """Repair one dataset; return whether damage remains."""
+def _repair(prefix: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Repair one dataset, and print what was done unless --json; return the same as facts."""
+    show = (lambda *_: None) if args.json else print
+    facts: dict[str, Any] = {"steps": [], "dry_run": args.dry_run, "refused": None, "remaining": []}
     try:
         steps = repair(
             prefix,
@@ -55,19 +61,22 @@ def _repair(prefix: str, args: argparse.Namespace) -> bool:
             dry_run=args.dry_run,
         )
     except FormatError as error:
-        print(f"{prefix}: cannot be repaired: {error}")
-        return True
+        show(f"{prefix}: cannot be repaired: {error}")
+        return {**facts, "refused": str(error)}
+    facts["steps"] = steps
     if steps:
-        print(f"{prefix}: {'what would be done:' if args.dry_run else 'done:'}")
-        print(*[f"  {step}" for step in steps], sep="\n")
+        show(
+            "\n  ".join([f"{prefix}: {'what would be done:' if args.dry_run else 'done:'}", *steps])
+        )
         if args.dry_run:
-            return False
+            return facts
     with Work(f"reading {prefix}") as progress:
         findings = verify(prefix, tokens=not args.no_tokens, progress=progress)
     remaining = [finding for finding in findings if finding.severity == "error"]
     if remaining:
-        print(f"{prefix}: still DAMAGED, in parts that repair cannot restore:")
-        print_findings(remaining)
+        show(f"{prefix}: still DAMAGED, in parts that repair cannot restore:")
+        if not args.json:
+            print_findings(remaining)
     elif not steps:
-        print(f"{prefix}: nothing to repair{' (.bin was not read)' if args.no_tokens else ''}")
-    return bool(remaining)
+        show(f"{prefix}: nothing to repair{' (.bin was not read)' if args.no_tokens else ''}")
+    return {**facts, "remaining": [dataclasses.asdict(finding) for finding in remaining]}

@@ -28,6 +28,7 @@ import numpy as np
 from megapack import __version__
 from megapack.cli import report_charts
 from megapack.cli.arguments import add_shared
+from megapack.cli.output import print_result
 from megapack.cli.report_charts import Draw, RunFacts, read_run, slowest
 from megapack.compare.charts import draw
 from megapack.compare.page import document, template, tiles_of
@@ -43,14 +44,17 @@ SILENT = 300.0  # seconds without a log line (or ten log intervals) before a war
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN_DIR", help="directory of the run")
     add_shared(parser, "--output", help="an HTML page (default: RUN_DIR/report.html)")
+    add_shared(parser, "--json")
 
 
 def run(args: argparse.Namespace) -> None:
-    page = run_page(read_run(args.run))
+    facts = read_run(args.run)
+    page = run_page(facts)
     target = Path(args.output or Path(args.run) / "report.html")
     with atomic_write(target, "w") as file:
         file.write(printable(page))
-    print(f"report: {target}")
+    listed = [check._asdict() for check in checks(facts)]
+    print_result(args, {"report": str(target), "checks": listed}, f"report: {target}")
 
 
 def run_page(facts: RunFacts) -> str:

@@ -16,7 +16,7 @@ import time
 
 from megapack.cli.arguments import add_shared, byte_count
 from megapack.cli.config_arguments import add_corpus_arguments
-from megapack.cli.output import note
+from megapack.cli.output import note, print_result
 from megapack.errors import ConfigError
 from megapack.tokenization.corpus.documents import Faults, ReadOptions, fault_lines
 from megapack.tokenization.corpus.inputs import find_inputs
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_corpus_arguments(parser)
     group = parser.add_argument_group("tokenizer")
     add_shared(group, "--output", required=True)
-    add_shared(group, "--overwrite")
+    add_shared(group, "--overwrite", "--json")
     group.add_argument(
         "--type",
         choices=("sentencepiece", "bpe-json"),
@@ -78,10 +78,12 @@ def run(args: argparse.Namespace) -> None:
     )
     for line in fault_lines(result.faults.counts, result.faults.places):
         print(f"skipped {line}", file=sys.stderr)
-    if not result.written:
-        print(f"nothing to do: {result.path} exists already")
-    print(
-        f"{result.path}: {counted(result.vocab_size, 'token')}, learned from "
+    exists = "" if result.written else f"nothing to do: {result.path} exists already\n"
+    facts = {**vars(result), "path": str(result.path), "faults": result.faults.counts}
+    print_result(
+        args,
+        facts,
+        f"{exists}{result.path}: {counted(result.vocab_size, 'token')}, learned from "
         f"{counted(result.num_documents, 'document')} ({size(result.num_text_bytes)}) in "
-        f"{time.perf_counter() - begin:.1f} s"
+        f"{time.perf_counter() - begin:.1f} s",
     )

@@ -16,8 +16,9 @@ import argparse
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from megapack.cli.arguments import add_dataset_argument
+from megapack.cli.arguments import add_dataset_argument, add_shared
 from megapack.cli.datasets import documents_of, named_files
+from megapack.cli.output import print_result
 from megapack.errors import ConfigError
 from megapack.packing.sharded import load_shards, related
 from megapack.storage import IndexedDataset
@@ -33,6 +34,7 @@ Copy = tuple[Callable[[str, str], None], str, str]  # function, source, target
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_dataset_argument(parser, many=True, help="or .samples files, or shard manifests")
     parser.add_argument("address", metavar="ADDRESS", help="folder, as in s3://bucket/folder")
+    add_shared(parser, "--json")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -52,7 +54,9 @@ def run(args: argparse.Namespace) -> None:
         remove_object(f"{folder}/{Path(manifest).name}")
     for copy_file, source, target in copies.values():
         copy_file(source, target)
-        print(f"{source} -> {target}")
+        if not args.json:
+            print(f"{source} -> {target}")
+    print_result(args, {source: target for _, source, target in copies.values()}, lambda: None)
 
 
 def _copies(

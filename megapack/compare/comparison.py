@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megapack.calls import checked_call
 from megapack.compare.cost import NUM_STEPS, TrainingRun, estimate_cost, measure_work
 from megapack.compare.evaluation import Case, Evaluation, Recommendation, recommend
 from megapack.config import check_range
@@ -244,6 +245,7 @@ class Comparison:
     grouped_by: str | None = None
 
 
+@checked_call
 def compare(
     lengths: Numbers,
     cases: Sequence[Case],

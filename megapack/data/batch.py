@@ -27,6 +27,7 @@ import torch
 from numpy.typing import NDArray
 
 from megapack import _core
+from megapack.calls import checked_call
 from megapack.config import check_positive, whole_numbers
 from megapack.data.steps import StepView
 from megapack.errors import ConfigError
@@ -112,6 +113,7 @@ class MicroBatch:
         return {name: value for name, value in fields.items() if value is not None} | arrays
 
 
+@checked_call
 @dataclass(frozen=True, kw_only=True)
 class BatchLayout:
     """Layout of the samples in a micro batch.

@@ -39,6 +39,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from megapack.calls import checked_call
 from megapack.config import check_positive, check_range, load_config, whole_numbers
 from megapack.data.documents import SourceDocuments, open_source
 from megapack.data.fim import FimConfig, open_fim
@@ -53,6 +54,7 @@ from megapack.storage.columns import LABELS, WEIGHTS
 B = TypeVar("B", bound="BlendConfig")
 
 
+@checked_call
 @dataclass(frozen=True, kw_only=True)
 class Source:
     """One dataset of a blend."""
@@ -149,6 +151,7 @@ class Source:
         return None if self.scores is None else Scores(path=self.scores, order=self.score_order)
 
 
+@checked_call
 @dataclass(frozen=True, kw_only=True)
 class Ramp:
     """Gradual change to the weights of a stage.
@@ -178,6 +181,7 @@ class Ramp:
         whole_numbers("ramp", self, "until_step", "until_tokens", "pieces", above=0)
 
 
+@checked_call
 @dataclass(frozen=True, kw_only=True)
 class Stage:
     """Changes from a step on; only the first step is required."""
@@ -262,6 +266,7 @@ class Stage:
         return f"the stage from {self.from_tokens} tokens"
 
 
+@checked_call
 @dataclass(frozen=True, kw_only=True)
 class BlendConfig:
     """Sources of a run, limits on their epochs, and stages."""
@@ -352,6 +357,7 @@ class BlendConfig:
         )
 
 
+@checked_call
 @dataclass(frozen=True, kw_only=True)
 class Mixture:
     """Settings of a run for its sources, one value per source; part of ``PackedDataset``."""

@@ -10,9 +10,10 @@
 
 from __future__ import annotations
 
+import textwrap
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -22,6 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Dataset
 
 from megapack import _core
+from megapack.calls import checked_call, given
 from megapack.data.batch import (
     Batch,
     BatchLayout,
@@ -35,7 +37,7 @@ from megapack.data.batch import (
     per_token,
     tree_entries,
 )
-from megapack.data.blend import BlendConfig, Mixture
+from megapack.data.blend import BlendConfig, Mixture, Stage
 from megapack.data.documents import (
     DatasetDocuments,
     Documents,
@@ -45,9 +47,10 @@ from megapack.data.documents import (
     carried_columns,
     open_sources,
 )
-from megapack.data.fim import Fim, FimDraw, check_fim, open_fim
+from megapack.data.fim import Fim, FimConfig, FimDraw, check_fim, open_fim
+from megapack.data.sample_order import Scores
 from megapack.data.sources import Exclusions, LabelTotals, SampleSource, check_has_groups
-from megapack.data.steps import PLAIN, Attention, StepView
+from megapack.data.steps import PLAIN, Attention, Loss, StepView
 from megapack.errors import ConfigError, FormatError
 from megapack.packing.sharded import SourceIndex
 from megapack.storage import IndexedDataset
@@ -95,9 +98,6 @@ class PackedDataset(Dataset[Batch]):
             tokens. For a blend also a list, one entry per dataset.
         token_weights: ``auto``: the column ``weights`` has factors on the loss of predicting each
             token; without it, and with None, they are 1. Also a list, as above.
-        columns: names of the columns that batches carry (``megapack.storage.columns``); or name ->
-            ``require`` (as in a list) or ``fill``: tokens of sources without the column get its
-            fill value. A field of ``mixture``.
         pad_token: token of the padding.
         alignment: segments start at multiples of this (2 x context parallel size), and the batch
             has ``cu_seqlens_padded``. Pack the samples with a multiple of this ``alignment``;
@@ -105,8 +105,11 @@ class PackedDataset(Dataset[Batch]):
         num_mtp_targets: targets of multi-token prediction per position, in addition to its label
             (``megapack.data.batch.mtp_targets``).
         mixture: settings of a blend and its run.
-        settings: fields that replace those of ``mixture``, such as weights, stages or fim; names
+        weights .. fim_rates: fields that replace those of ``mixture``; None: as there. Names
             default to the prefixes.
+        columns: names of the columns that batches carry (``megapack.storage.columns``); or name ->
+            ``require`` (as in a list) or ``fill``: tokens of sources without the column get its
+            fill value.
 
     Attributes:
         datasets: documents of every source.
@@ -119,6 +122,7 @@ class PackedDataset(Dataset[Batch]):
         FormatError, OSError: a file is damaged or missing.
     """
 
+    @checked_call
     def __init__(
         self,
         dataset: Documents | Sequence[Documents],
@@ -133,8 +137,21 @@ class PackedDataset(Dataset[Batch]):
         alignment: int = 1,
         num_mtp_targets: int = 0,
         mixture: Mixture | None = None,
-        **settings: Any,
+        weights: Sequence[float | None] | None = None,
+        names: Sequence[str] | None = None,
+        stages: Sequence[Stage] | None = None,
+        decided: Sequence[Stage] | None = None,
+        scores: Sequence[Scores | None] | None = None,
+        max_epochs: float | Sequence[float | None] | None = None,
+        run_tokens: int | None = None,
+        loss_weights: Sequence[float] | None = None,
+        loss: Loss | None = None,
+        attention_window: int | None = None,
+        fim: FimConfig | None = None,
+        fim_rates: Sequence[float | None] | None = None,
+        columns: Sequence[str] | Mapping[str, str] | None = None,
     ) -> None:
+        settings = given(locals(), (field.name for field in fields(Mixture)))
         if attention == "group" and positions == "document":
             raise ConfigError(
                 "positions: document restarts positions inside a group, attention: group continues "
@@ -243,8 +260,8 @@ class PackedDataset(Dataset[Batch]):
         return longest_position(self.samples.indices, positions=positions, row_tokens=row_tokens)
 
     def __repr__(self) -> str:
-        names = ", ".join(dataset.prefix for dataset in self.datasets)
-        return f"PackedDataset({len(self)} samples of {names})"
+        names = textwrap.shorten(", ".join(source.prefix for source in self.datasets), 80)
+        return f"PackedDataset({len(self):,} samples of {names})"
 
     def __getitem__(self, i: int) -> Batch:
         """Return one sample: ``micro_batch`` without the dimension of rows.
@@ -553,17 +570,27 @@ def check_token_ids(data: PackedDataset, vocab_size: int) -> None:
             )
 
 
+@checked_call
 def open_blend(
     blend: BlendConfig,
     datasets: Sequence[Documents] | None = None,
     indices: Sequence[Index] | None = None,
-    **options: Any,
+    *,
+    positions: Literal["segment", "document", "sample"] = "segment",
+    attention: Attention = "document",
+    label_boundary: Literal["document", "sample"] = "document",
+    pad_token: int = 0,
+    alignment: int = 1,
+    num_mtp_targets: int = 0,
+    decided: Sequence[Stage] = (),
+    loss: Loss | None = None,
 ) -> PackedDataset:
-    """Return the sources of a manifest as one dataset; options are those of ``PackedDataset``.
+    """Return the sources of a manifest as one dataset.
 
     Args:
         blend: the manifest.
         datasets, indices: one per source, if they are open; None: open those of the manifest.
+        positions .. loss: see ``PackedDataset``.
 
     Raises:
         ConfigError: a source has no index.
@@ -582,5 +609,12 @@ def open_blend(
         mixture=blend.mixture,
         labels=[None if source.labels == "none" else "auto" for source in sources],
         token_weights=[None if source.token_weights == "none" else "auto" for source in sources],
-        **options,
+        positions=positions,
+        attention=attention,
+        label_boundary=label_boundary,
+        pad_token=pad_token,
+        alignment=alignment,
+        num_mtp_targets=num_mtp_targets,
+        decided=decided,
+        loss=loss,
     )

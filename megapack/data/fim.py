@@ -32,6 +32,7 @@ import xxhash
 from numpy.typing import ArrayLike, NDArray
 
 from megapack import _core
+from megapack.calls import checked_call
 from megapack.config import check_range
 from megapack.data.documents import SourceDocuments, end_tokens
 from megapack.errors import ConfigError
@@ -47,6 +48,7 @@ Ids = NDArray[np.int64]
 # ---- Configuration -------------------------------------------------------------------------------
 
 
+@checked_call
 @dataclass(frozen=True, kw_only=True)
 class Sentinels:
     """Tokens that mark the parts of a document: ids, or texts of one token each."""
@@ -61,6 +63,7 @@ class Sentinels:
     """After the middle; null: no token, since the end-of-document token follows."""
 
 
+@checked_call
 @dataclass(frozen=True, kw_only=True)
 class FimConfig:
     """Settings of fill-in-the-middle."""

@@ -30,6 +30,7 @@ import torch.distributed as dist
 import xxhash
 
 from megapack import _core
+from megapack.calls import checked_call
 from megapack.config import check_range
 from megapack.data.batch import Batch, BatchLayout, MicroBatch, cut_slice
 from megapack.data.dataset import PackedDataset
@@ -217,11 +218,20 @@ def read_indices(dataset: PackedDataset) -> Iterator[None]:
 log = logging.getLogger(__name__)
 
 
+@checked_call
 def build_loader(
     dataset: PackedDataset,
     schedule: Schedule,
     *,
     micro_batch_tokens: int,
+    data_parallel_rank: int,
+    data_parallel_size: int,
+    start_step: int = 0,
+    num_steps: int | None = None,
+    dealing: Literal["balanced", "in_order"] = "balanced",
+    pad_last: bool = False,
+    sequence_parallel_size: int = 1,
+    weighted_loss: bool = False,
     layout: Literal["stream", "rows"] = "stream",
     row_tokens: int | None = None,
     cu_seqlens: Literal["exact", "padded"] = "exact",
@@ -233,7 +243,6 @@ def build_loader(
     reuse_buffers: bool = False,
     device: torch.device | str | None = None,
     check_ranks_every: int = 0,
-    **sampler_options: Any,
 ) -> PackedLoader:
     """Return a loader of the micro batches of one rank.
 
@@ -241,6 +250,7 @@ def build_loader(
         dataset: the data, opened with the schedule's index.
         schedule: the same on all ranks.
         micro_batch_tokens: tokens of one forward pass of one rank, padding included.
+        data_parallel_rank .. weighted_loss: see ``BucketBatchSampler``.
         layout .. cu_seqlens_per_row: see ``BatchLayout``; row_tokens is the schedule's by default.
         prefetch: batches that the thread prepares in advance; 0: no thread.
         read_ahead: micro batches for which documents are requested from the disk in advance.
@@ -251,8 +261,6 @@ def build_loader(
         device: copy the tensors there, one batch ahead on a separate CUDA stream.
         check_ranks_every: steps between comparisons of the ranks (``RankChecker``); 0: never. Needs
             torch.distributed.
-        sampler_options: options of ``BucketBatchSampler``: data_parallel_rank, data_parallel_size,
-            start_step, num_steps, dealing, pad_last, sequence_parallel_size, weighted_loss.
 
     Returns:
         A loader; iterating over it yields dicts of
@@ -290,7 +298,17 @@ def build_loader(
             "reuse_buffers or device"
         )
     sampler = BucketBatchSampler(
-        schedule, micro_batch_tokens=micro_batch_tokens, samples=dataset.samples, **sampler_options
+        schedule,
+        data_parallel_rank=data_parallel_rank,
+        data_parallel_size=data_parallel_size,
+        micro_batch_tokens=micro_batch_tokens,
+        start_step=start_step,
+        num_steps=num_steps,
+        dealing=dealing,
+        pad_last=pad_last,
+        sequence_parallel_size=sequence_parallel_size,
+        samples=dataset.samples,
+        weighted_loss=weighted_loss,
     )
     if sampler.sequence_parallel_size > 1 and (layout != "stream" or reuse_buffers):
         raise ConfigError(
@@ -329,7 +347,7 @@ def build_loader(
     )
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class PackedLoader:
     """Loader made by ``build_loader``. Every iteration begins at ``sampler.start_step``."""
 
@@ -349,6 +367,9 @@ class PackedLoader:
 
     def __len__(self) -> int:
         return len(self.sampler)
+
+    def __repr__(self) -> str:
+        return f"PackedLoader({self.sampler!r}, on {self.device or 'the CPU'})"
 
     def state_dict(self, step: int) -> dict[str, Any]:
         """Return the state for a checkpoint before ``step``; prefetched batches do not matter."""

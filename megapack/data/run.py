@@ -28,7 +28,14 @@ from megapack.data.blend import Stage, load_blend
 from megapack.data.fim import FimConfig
 from megapack.data.report import check_epochs
 from megapack.data.schedule import Schedule
-from megapack.data.steps import Attention, Loss, ScheduleConfig, StepConfig, check_group
+from megapack.data.steps import (
+    Attention,
+    Loss,
+    ScheduleConfig,
+    StepConfig,
+    check_group,
+    check_micro_batches,
+)
 from megapack.errors import ConfigError
 from megapack.packing.sharded import SourceIndex, is_shard_manifest
 from megapack.records import read_record
@@ -106,12 +113,26 @@ class DataConfig(StepConfig):
                 "data: valid_index is given and valid_prefix is not; give its documents, too"
             )
 
+    @property
+    def _draw_unit(self) -> int:
+        return max(1, self.micro_batch_tokens)
+
     def check_ranks(self, num_ranks: int, sequence_parallel_size: int = 1) -> None:
         """Raise ConfigError, which names sizes that fit, if the ranks cannot share a step;
         ``sampler`` checks later stages."""
         check_group(sequence_parallel_size, num_ranks)
-        tokens, pad_last = self.micro_batch_tokens, self.pad_last
-        self.check_micro_batches(num_ranks, tokens, pad_last=pad_last, where="data: ")
+
+        def problem(num_ranks: int, tokens: int, pad_last: bool) -> str | None:
+            text = self.micro_batch_problem(num_ranks, tokens, pad_last)
+            return text and f"data: {text}"
+
+        check_micro_batches(
+            problem,
+            self.draw_tokens,
+            num_ranks=num_ranks,
+            tokens=self.micro_batch_tokens,
+            pad_last=self.pad_last,
+        )
 
     def schedule(self, seed: int) -> ScheduleConfig:
         """Return the settings that decide the content of steps."""

@@ -29,6 +29,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from megapack import _core
+from megapack.calls import checked_call
 from megapack.errors import ConfigError, FormatError
 from megapack.packing import SampleIndex
 from megapack.packing.sharded import Arranged, SourceIndex
@@ -101,6 +102,7 @@ class BlockOrder:
         return first, np.concatenate(parts)
 
 
+@checked_call
 @dataclass(frozen=True, kw_only=True)
 class Scores:
     """File of scores, and the order that they define.

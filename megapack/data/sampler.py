@@ -37,12 +37,13 @@ from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
 from megapack import _core
+from megapack.calls import checked_call
 from megapack.config import check_range
 from megapack.data.batch import Imbalance, MicroBatch
 from megapack.data.report import check_epochs
 from megapack.data.schedule import Draw, Schedule, StageDraws, Step
 from megapack.data.sources import SampleSource
-from megapack.data.steps import check_group, ranks_per_micro_batch
+from megapack.data.steps import check_group, check_micro_batches, ranks_per_micro_batch
 from megapack.errors import ConfigError, ResumeError
 
 Ids = NDArray[np.int64]
@@ -163,6 +164,7 @@ class BucketBatchSampler(Sampler[MicroBatch]):
             weights that the caller does not apply.
     """
 
+    @checked_call
     def __init__(
         self,
         schedule: Schedule,
@@ -187,8 +189,6 @@ class BucketBatchSampler(Sampler[MicroBatch]):
         if start_step < 0:
             raise ConfigError(f"start_step is {start_step}; steps are counted from 0")
         check_range("sampler", at_least=0, num_steps=num_steps)
-        if dealing not in ("balanced", "in_order"):
-            raise ConfigError(f"dealing is {dealing!r}; it must be 'balanced' or 'in_order'")
         self.schedule = schedule
         self.data_parallel_rank = data_parallel_rank
         self.data_parallel_size = data_parallel_size
@@ -198,15 +198,20 @@ class BucketBatchSampler(Sampler[MicroBatch]):
         self.num_steps = (
             max(0, schedule.num_steps() - start_step) if num_steps is None else num_steps
         )
-        self.dealing = dealing
+        self.dealing: Literal["balanced", "in_order"] = dealing
         self._samples = samples or schedule.samples
         if self._samples.attention == "tree" and sequence_parallel_size > 1:
             raise ConfigError(
                 f"sequence_parallel_size is {sequence_parallel_size} with attention: tree, and "
                 "ranks cannot share the paths of a tree: set it to 1"
             )
-        for stage in schedule.stages:
-            self._check_sizes(stage, pad_last=pad_last)
+        check_micro_batches(
+            self._problem,
+            schedule.stages[0].config.draw_tokens,
+            num_ranks=data_parallel_size,
+            tokens=micro_batch_tokens,
+            pad_last=pad_last,
+        )
         check_epochs(schedule, self.start_step + self.num_steps)
         if not weighted_loss:
             for settings in schedule.program:
@@ -216,25 +221,38 @@ class BucketBatchSampler(Sampler[MicroBatch]):
                     )
             refuse_token_weights(self._samples, _refuse_weights)
 
-    def _check_sizes(self, stage: StageDraws, *, pad_last: bool) -> None:
-        tokens = self.micro_batch_tokens
-        stage.config.check_micro_batches(
-            self.data_parallel_size, tokens, pad_last=pad_last, where=str(stage)
+    def __repr__(self) -> str:
+        end = self.start_step + self.num_steps
+        return (
+            f"BucketBatchSampler(rank {self.data_parallel_rank} of {self.data_parallel_size}, "
+            f"steps {self.start_step:,} to {end:,}, {self.micro_batch_tokens:,} tokens each)"
         )
+
+    def _problem(self, num_ranks: int, tokens: int, pad_last: bool) -> str | None:
+        """Return why ranks cannot share the draws of a stage, or None."""
+        if num_ranks % self.sequence_parallel_size:
+            return f"groups of {self.sequence_parallel_size} do not divide {num_ranks} ranks"
+        for stage in self.schedule.stages:
+            problem = stage.config.micro_batch_problem(num_ranks, tokens, pad_last)
+            if problem or (problem := self._unfit(stage, tokens)):
+                return f"{stage}{problem}"
+        return None
+
+    def _unfit(self, stage: StageDraws, tokens: int) -> str | None:
+        """Return which samples a micro batch of ``tokens`` cannot hold, or None."""
         count = stage.config.draw_tokens // tokens
         row = stage.config.row_tokens
         for stream, samples in zip(stage.buckets, stage.samples_per_draw, strict=True):
-            shared = self.ranks_per_micro_batch(stream.capacity)
+            shared = ranks_per_micro_batch(stream.capacity, tokens, self.sequence_parallel_size)
             whole = tokens * shared
             fits = count % shared == 0 and samples % (count // shared) == 0
             if not fits or (row is not None and whole % row):
-                unit = row or stream.capacity
                 group = f" of {shared} ranks" if shared > 1 else ""
-                raise ConfigError(
-                    f"{stage}a micro batch of {whole} tokens{group} cannot hold whole samples of "
-                    f"{stream.capacity}: make micro_batch_tokens a multiple of "
-                    f"{-(-unit // shared)}, or sequence_parallel_size larger"
+                return (
+                    f"a micro batch of {whole} tokens{group} cannot hold whole samples of "
+                    f"{stream.capacity}"
                 )
+        return None
 
     def ranks_per_micro_batch(self, capacity: int) -> int:
         """Return the number of ranks that share a micro batch of samples of ``capacity`` tokens."""

@@ -25,6 +25,7 @@ after skipped steps counts twice, since it has this error at its first and at it
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -33,11 +34,12 @@ from fractions import Fraction
 from functools import cached_property, partial
 from math import ceil
 from os import PathLike
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megapack.calls import checked_call, given
 from megapack.data import resume
 from megapack.data.blend import Mixture, Stage
 from megapack.data.bucket_streams import (
@@ -53,7 +55,7 @@ from megapack.data.sample_order import Epochs
 from megapack.data.sources import HasSamples, SampleSource, Shards
 from megapack.data.stage_settings import Program, StageSettings, spans, tokens_before
 from megapack.data.steps import DrawOrder, ScheduleConfig, StepView, fold_key, order_named
-from megapack.errors import ConfigError
+from megapack.errors import ArgumentError, ConfigError
 from megapack.packing.sharded import SourceIndex
 
 Ids = NDArray[np.int64]
@@ -179,7 +181,7 @@ class StageDraws:
                 windows=self._windows,
             )
         )
-        self.samples_per_draw = [self.config.samples_per_draw(b.capacity) for b in self.buckets]
+        self.samples_per_draw = self.config.samples_per_draw([b.capacity for b in self.buckets])
         self.num_cycles = self.config.num_cycles or order.num_cycles
         self.draws = DrawOrder(
             samples_per_epoch=tuple(stream.samples_per_epoch for stream in self.buckets),
@@ -300,7 +302,7 @@ class StageDraws:
             return None
         return CostWindows(
             num_draws=self.config.cost_window,
-            samples_per_draw=self.config.samples_per_draw(capacity),
+            samples_per_draw=self.config.samples_per_draw([capacity])[0],
             key=fold_key(self._key, 3, capacity),
             cost=partial(self.samples.attention_cost, capacity=capacity, whole=False),
             moves=self._moves_before,
@@ -400,19 +402,21 @@ class Schedule:
         index: a ``SampleIndex``, several, or a ``PackedDataset`` (or its ``samples``), which has
             its ``Mixture`` and counts label tokens exactly. Bare indices can count them only if
             their strategy dropped no tokens.
-        config: settings of the steps; None: create it from ``fields``.
+        config: settings of the steps; None: create it from its fields, below.
         weights: shares of tokens of several indices; None: in proportion to their tokens.
         names: names of the indices, for stages and reports.
         stages: changes at later steps (``megapack.data.program``).
         finite: for evaluation: every sample of all sources once, in the order of the indices,
             without weights and stages. The last draw of a bucket may have fewer samples, later
             draws are empty; ``num_steps()`` is the end. Indices must not drop or repeat tokens.
-        fields: fields of ``ScheduleConfig``: tokens_per_step, seed, order, num_cycles, mix, ...
+        tokens_per_step .. cost_window: fields of ``ScheduleConfig``; None: its default. Without
+            config, tokens_per_step is required.
 
     Raises:
         ConfigError: capacities and tokens_per_step do not fit; the message names the remedy.
     """
 
+    @checked_call
     def __init__(
         self,
         index: SourceIndex | Sequence[SourceIndex] | SampleSource | HasSamples,
@@ -422,22 +426,36 @@ class Schedule:
         names: Sequence[str] | None = None,
         stages: Sequence[Stage] = (),
         finite: bool = False,
-        **fields: Any,
+        tokens_per_step: int | None = None,
+        seed: int | None = None,
+        order: str | None = None,
+        num_cycles: int | None = None,
+        mix: Literal["step", "micro_step"] | None = None,
+        micro_step_tokens: int | None = None,
+        row_tokens: int | None = None,
+        cost_window: int | None = None,
     ) -> None:
+        fields = given(locals(), (field.name for field in dataclasses.fields(ScheduleConfig)))
         if config is not None and fields:
             raise ConfigError(
                 f"{', '.join(fields)} are given next to config, which contains them: give one of "
                 "the two (dataclasses.replace changes a config)"
             )
         self.config = config or ScheduleConfig(**fields)
-        for name in [index, *index] if isinstance(index, Sequence) else [index]:
-            if isinstance(name, str | PathLike):
-                raise ConfigError(
-                    f"{name!r} is the name of a file: give SampleIndex.load({str(name)!r})"
-                )
         source = index if isinstance(index, SampleSource) else getattr(index, "samples", None)
         if source is None:
-            indices: Any = index if isinstance(index, Sequence) else [index]
+            several = isinstance(index, Sequence) and not isinstance(index, str)
+            indices: Any = index if several else [index]
+            for item in indices:
+                if isinstance(item, str | PathLike):
+                    raise ConfigError(
+                        f"{item!r} is the name of a file: give SampleIndex.load({str(item)!r})"
+                    )
+                if not isinstance(item, SourceIndex):
+                    raise ArgumentError(
+                        f"Schedule: index is {item!r:.200}; give a SampleIndex, a list of them, or "
+                        "a PackedDataset"
+                    )
             mixture = Mixture(weights=weights, names=names, stages=stages)
             source = SampleSource(indices, mixture)
         elif weights is not None or names or stages:
@@ -453,6 +471,13 @@ class Schedule:
         self.program = resolve(self.config, mixture, self.samples.tokens_per_epoch.tolist())
         self.stages = open_stages(self.program, self.samples, finite=finite)
         self.capacities = sorted({b.capacity for stage in self.stages for b in stage.buckets})
+
+    def __repr__(self) -> str:
+        buckets = f"{self.capacities[0]:,} to {self.capacities[-1]:,}"
+        return (
+            f"Schedule({self.config.tokens_per_step:,} tokens per step of buckets {buckets}, "
+            f"{self.num_steps():,} steps per epoch)"
+        )
 
     # --- counting -------------------------------------------------------------------------------
 

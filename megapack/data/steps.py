@@ -30,12 +30,14 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from math import isqrt, lcm
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megapack import _core
+from megapack.calls import checked_call, nearest
 from megapack.config import whole_numbers
 from megapack.errors import ConfigError
 
@@ -115,7 +117,8 @@ ORDERS = {
 def order_named(name: str) -> Order:
     """Return the order with this name. Raises ConfigError, which lists all names."""
     if name not in ORDERS:
-        raise ConfigError(f"order is {name!r}; it must be one of {', '.join(ORDERS)}")
+        known = ", ".join(ORDERS)
+        raise ConfigError(f"order is {name!r}; it must be one of {known}{nearest(name, ORDERS)}")
     return ORDERS[name]
 
 
@@ -128,6 +131,7 @@ Loss = Literal["token_mean", "sequence_mean", "longalign"]
 """How the loss of a step is averaged (``megapack.data.sampler``)."""
 
 
+@checked_call
 @dataclass(frozen=True, kw_only=True)
 class StepConfig:
     """Size and order of steps; everything except the seed."""
@@ -163,10 +167,18 @@ class StepConfig:
         if (self.mix == "micro_step") != (self.micro_step_tokens is not None):
             raise ConfigError("mix='micro_step' and micro_step_tokens go together: give both")
         if self.tokens_per_step % self.draw_tokens:
+            total, draw = self.tokens_per_step, self.draw_tokens
+            fitting = (d for d in _divisors(total, draw) if d % self._draw_unit == 0)
+            other = next((f" or micro_step_tokens to {size}" for size in fitting), "")
             raise ConfigError(
-                f"micro_step_tokens {self.draw_tokens} does not divide tokens_per_step "
-                f"{self.tokens_per_step}"
+                f"micro_step_tokens {draw} does not divide tokens_per_step {total}; set "
+                f"tokens_per_step to {_multiple(total, draw)}{other}"
             )
+
+    @property
+    def _draw_unit(self) -> int:
+        """Tokens of which a draw must be a multiple."""
+        return 1
 
     @property
     def draw_tokens(self) -> int:
@@ -177,56 +189,94 @@ class StepConfig:
     def draws_per_step(self) -> int:
         return self.tokens_per_step // self.draw_tokens
 
-    def samples_per_draw(self, capacity: int) -> int:
-        """Return the number of samples in a draw. Raises ConfigError if they do not fill it."""
-        tokens, row = self.draw_tokens, self.row_tokens
-        if row is None:
-            if tokens % capacity:
-                above = tokens - tokens % capacity + capacity
-                near = f"{above - capacity} or {above}" if above > capacity else f"{above}"
-                raise ConfigError(
-                    f"a draw of {tokens} tokens cannot consist of samples of {capacity}. Choose a "
-                    f"multiple of {capacity} ({near}), or set row_tokens: a row holds as many "
-                    "whole samples as fit, the rest of it is padding"
-                )
-            return tokens // capacity
-        if tokens % row:
-            raise ConfigError(f"row_tokens {row} does not divide the {tokens} tokens of a draw")
-        if capacity > row:
-            raise ConfigError(f"a row of {row} tokens cannot hold a sample of {capacity}")
-        return tokens // row * (row // capacity)
+    def samples_per_draw(self, capacities: Sequence[int]) -> list[int]:
+        """Return the number of samples in a draw of each bucket. Raises ConfigError, which names
+        sizes that fit all of them, if some do not fill it."""
+        tokens, row, largest = self.draw_tokens, self.row_tokens, max(capacities)
+        unfit = [capacity for capacity in capacities if tokens % capacity]
+        if row is None and unfit:
+            problem = f"a draw of {tokens} tokens cannot consist of samples of {unfit[0]}"
+        elif row is not None and largest > row:
+            problem = f"a row of {row} tokens cannot hold a sample of {largest}"
+        elif row is not None and tokens % row:
+            problem = f"row_tokens {row} does not divide the {tokens} tokens of a draw"
+        else:
+            return [tokens // (row or c) * ((row or c) // c) for c in capacities]
+        raise ConfigError(f"{problem}; {self._fitting(capacities)}")
 
-    def check_micro_batches(
-        self, num_ranks: int, tokens: int, *, pad_last: bool = False, where: str = ""
-    ) -> None:
-        """Check that a draw can be split into micro batches for every rank.
+    def _fitting(self, capacities: Sequence[int]) -> str:
+        """Return the remedy if buckets do not fit a draw: sizes that all of them fit."""
+        tokens, largest, total = self.draw_tokens, max(capacities), self.tokens_per_step
+        unit, remedies = lcm(*capacities), []
+        if self.row_tokens is None and unit <= max(64 * total, largest):
+            multiple = _multiple(total, unit)
+            remedy = f"tokens_per_step to {multiple}" if multiple != total else ""
+            if self.micro_step_tokens is not None:
+                draw = unit * _divisors(multiple // unit, tokens / unit)[0]
+                remedy += f"{' and ' if remedy else ''}micro_step_tokens to {draw}"
+            remedies.append(remedy)
+        rows = [row for row in _divisors(tokens, largest) if row >= largest]
+        if rows:
+            remedies.append(f"row_tokens to {rows[0]}")
+        elif self.micro_step_tokens is None:
+            remedies.append(f"tokens_per_step and row_tokens to {largest}")
+        rest = " (a row holds as many whole samples as fit, the rest of it is padding)"
+        return f"set {', or '.join(remedies)}{rest if 'row_tokens' in remedies[-1] else ''}"
 
-        Args:
-            num_ranks: data-parallel size.
-            tokens: tokens of a micro batch, one forward pass of one rank.
-            pad_last: True if some ranks may get an empty micro batch.
-            where: prefix of the error message.
-
-        Raises:
-            ConfigError: the micro batch size does not divide the draw, or the number of ranks
-                does not divide the number of micro batches. The message names valid sizes.
-        """
+    def micro_batch_problem(self, num_ranks: int, tokens: int, pad_last: bool) -> str | None:
+        """Return why a draw cannot be split into micro batches of ``tokens`` for every rank."""
         if tokens < 1 or self.draw_tokens % tokens:
-            shared, remainder = divmod(self.draw_tokens, 1 if pad_last else num_ranks)
-            fitting = "none" if remainder else _divisors(shared)
-            raise ConfigError(
-                f"{where}micro_batch_tokens {tokens} does not divide the {self.draw_tokens} tokens "
-                f"of a draw; with {num_ranks} ranks {fitting} would"
+            return (
+                f"micro_batch_tokens {tokens} does not divide the {self.draw_tokens} tokens of a "
+                "draw"
             )
         count = self.draw_tokens // tokens
         if count % num_ranks and not pad_last:
-            raise ConfigError(
-                f"{where}{num_ranks} ranks do not divide the {count} micro batches of {tokens} "
-                f"tokens in a draw of {self.draw_tokens}; use {_divisors(count)} ranks, another "
-                "micro_batch_tokens, or pad_last=true, which gives some ranks an empty micro batch"
+            return (
+                f"{num_ranks} ranks do not divide the {count} micro batches of {tokens} tokens in "
+                f"a draw of {self.draw_tokens}"
             )
+        return None
 
 
+def check_micro_batches(
+    problem: Callable[[int, int, bool], str | None],
+    draw_tokens: int,
+    *,
+    num_ranks: int,
+    tokens: int,
+    pad_last: bool,
+) -> None:
+    """Raise ConfigError if ranks cannot share a draw; the message names sizes that fit.
+
+    Args:
+        problem: (ranks, micro_batch_tokens, pad_last) -> why they do not fit, or None.
+        draw_tokens: tokens of a draw of all ranks.
+        num_ranks: data-parallel size.
+        tokens: tokens of a micro batch, one forward pass of one rank.
+        pad_last: True if some ranks may get an empty micro batch.
+    """
+    found = problem(num_ranks, tokens, pad_last)
+    if found is None:
+        return
+    sizes, fewer = _divisors(draw_tokens, tokens), range(num_ranks - 1, 0, -1)
+    remedies = [
+        next((f"{name} to {v}" for v in values if problem(*fits(v), pad_last) is None), None)
+        for name, values, fits in (
+            ("micro_batch_tokens", sizes, lambda size: (num_ranks, size)),
+            ("the number of ranks", fewer, lambda ranks: (ranks, tokens)),
+        )
+    ]
+    if problem(num_ranks, tokens, True) is None:
+        remedies.append("pad_last to true, which gives some ranks an empty micro batch")
+    if not any(remedies):
+        pairs = ((ranks, size) for ranks in fewer for size in sizes)
+        ranks, size = next((pair for pair in pairs if problem(*pair, pad_last) is None), (1, 0))
+        remedies = [f"the number of ranks to {ranks} and micro_batch_tokens to {size}"]
+    raise ConfigError(f"{found}; set {', or '.join(filter(None, remedies))}")
+
+
+@checked_call
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig(StepConfig):
     """All settings that determine the content of a step, except the samples."""
@@ -239,10 +289,16 @@ class ScheduleConfig(StepConfig):
         whole_numbers("run", self, "seed", at_least=0, below=1 << 64)
 
 
-def _divisors(number: int) -> str:
-    """Return a few divisors of a number of 1 or more, largest last, for a message."""
-    divisors = [d for d in range(1, min(number, 4096) + 1) if number % d == 0]
-    return ", ".join(map(str, divisors[-6:]))
+def _divisors(number: int, near: float) -> list[int]:
+    """Return divisors of a number of 1 or more; the nearest to ``near``, by ratio, comes first."""
+    small = [d for d in range(1, min(isqrt(number), 1 << 16) + 1) if number % d == 0]
+    near = max(near, 1)
+    return sorted({*small, *(number // d for d in small)}, key=lambda d: max(d / near, near / d))
+
+
+def _multiple(number: int, unit: int) -> int:
+    """Return the nearest multiple of a unit, at least one."""
+    return max(1, round(number / unit)) * unit
 
 
 def check_group(size: int, num_ranks: int) -> None:

@@ -12,17 +12,18 @@ from __future__ import annotations
 import numbers
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megapack import _core
+from megapack.calls import checked_call, given
 from megapack.errors import ConfigError, DataError
 from megapack.packing.groups import Units, check_groups, groups_checksum, joined_segments
 from megapack.packing.metrics import DocumentTotals, Lengths
 from megapack.packing.sample_index import SampleIndex
-from megapack.packing.strategies import Request, Strategy, find_strategy
+from megapack.packing.strategies import PARAMETERS, Request, Strategy, find_strategy
 from megapack.packing.trees import DocumentTokens
 from megapack.units import checked_integer
 
@@ -144,6 +145,7 @@ class PackingMethod:
         return int(self.parameters.get("fim_room", 0))
 
 
+@checked_call
 def check_packing(
     strategy: str,
     *,
@@ -189,6 +191,7 @@ def check_packing(
     return PackingMethod(strategy=chosen, buckets=capacities, parameters=resolved)
 
 
+@checked_call
 def pack(
     lengths: ArrayLike,
     strategy: str = "bucket",
@@ -203,7 +206,20 @@ def pack(
     tokens: tuple[ArrayLike, ArrayLike] | None = None,
     preset: str | None = None,
     progress: Callable[[int, int], None] | None = None,
-    **parameters: Any,
+    atom_size: int | None = None,
+    extra_capacity: int | None = None,
+    last: Literal["pad", "drop"] | None = None,
+    max_depth: int | None = None,
+    max_segments: int | None = None,
+    min_bucket: int | None = None,
+    padding_threshold: float | None = None,
+    placement: Literal["exact", "paper", "published"] | None = None,
+    pool: Literal["drain", "stream"] | None = None,
+    pool_size: int | None = None,
+    promote: Literal["auto", "on", "off"] | None = None,
+    r_max: float | None = None,
+    refine: bool | None = None,
+    shuffle: bool | None = None,
 ) -> SampleIndex:
     """Pack documents into samples: a pure function of its arguments, except ``threads``.
 
@@ -226,7 +242,7 @@ def pack(
             (num_documents + 1,) offsets of the documents in them.
         preset: use the parameters of a paper, if the strategy has them (``"paper"``).
         progress: called with (work done, all work) a few times a second.
-        **parameters: parameters of the strategy, see its entry in ``STRATEGIES``.
+        atom_size .. shuffle: parameters of strategies, see ``STRATEGIES``; None: their defaults.
 
     Returns:
         The index, in memory; ``save`` writes it.
@@ -236,6 +252,7 @@ def pack(
         DataError: lengths are not a one-dimensional array of integers, one is negative, or they
             sum to more than 2**62 tokens.
     """
+    parameters = given(locals(), PARAMETERS)
     method = check_packing(
         strategy,
         buckets=buckets,

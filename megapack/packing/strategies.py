@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapack import _core
-from megapack.config import nearest
+from megapack.calls import nearest
 from megapack.errors import ConfigError
 from megapack.packing.refine import price_of_a_sample, refine
 from megapack.packing.trees import DocumentTokens, check_tree, pack_trees
@@ -593,3 +593,6 @@ TREE = Strategy(
     check=check_tree,
     needs_tokens=True,
 )
+
+PARAMETERS = sorted({p.name for one in (*STRATEGIES.values(), TREE) for p in one.parameters})
+"""Names of the parameters of all strategies, which are arguments of ``pack``."""

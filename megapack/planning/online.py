@@ -30,6 +30,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from megapack.calls import checked_call
 from megapack.errors import ResumeError
 from megapack.planning.step_plan import Integers, StepPlan, cost_numbers, plan_step
 
@@ -73,6 +74,7 @@ class StepPlanner:
         ValueError: an argument is out of range.
     """
 
+    @checked_call
     def __init__(
         self,
         *,

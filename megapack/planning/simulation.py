@@ -28,6 +28,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from megapack.calls import checked_call
 from megapack.errors import ConfigError
 from megapack.planning.step_plan import Integers, StepPlan
 
@@ -181,6 +182,7 @@ class StepTime:
         return self.time / self.ideal if self.ideal else 1.0
 
 
+@checked_call
 def simulate_step(
     assigned: AssignedStep,
     cluster: Cluster,

@@ -34,6 +34,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megapack import _core
+from megapack.calls import checked_call
 from megapack.units import checked_integer
 
 __all__ = ["CriticalPath", "StepPlan", "plan_step"]
@@ -217,6 +218,7 @@ def cost_numbers(name: str, values: ArrayLike) -> NDArray[np.float64]:
     return array.astype(np.float64)
 
 
+@checked_call
 def plan_step(
     lengths: ArrayLike,
     *,

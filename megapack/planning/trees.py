@@ -41,6 +41,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megapack import _core
+from megapack.calls import checked_call
 from megapack.planning.step_plan import CriticalPath, integers
 from megapack.units import checked_integer
 
@@ -257,6 +258,7 @@ class TreePlan:
         )
 
 
+@checked_call
 def plan_trees(
     sequences: ArrayLike | Sequence[ArrayLike],
     *,

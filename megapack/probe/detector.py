@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megapack.calls import checked_call
 from megapack.probe.boundaries import Documents, alone, read_documents
 from megapack.probe.call import call_target, changed_batch, counted_ends, is_compiled, narrow_head
 from megapack.probe.layers import (
@@ -44,6 +45,7 @@ BITS = 3
 NEAR = 8  # documents of which exact sources are computed
 
 
+@checked_call
 def probe(
     target: Any,
     batch: Mapping[str, Any],

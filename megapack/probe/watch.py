@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ContextDecorator
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from megapack.calls import checked_call
 from megapack.errors import MegapackWarning
 from megapack.probe.call import unwrapped
 from megapack.probe.detector import probe
@@ -35,19 +36,29 @@ class watch(ContextDecorator):  # noqa: N801  # read as a function, like context
     Args:
         model: the module that the training loop calls; of several, the one called first is probed.
         on_leak: ``raise`` LeakError, or ``warn`` with the report and continue.
-        options: of ``probe``, for example ``boundaries``.
+        boundaries .. tolerance: see ``probe``.
     """
 
     report: Report | None = None
     """Result; None until a forward pass ran in training mode."""
 
+    @checked_call
     def __init__(
         self,
         *model: nn.Module,
         on_leak: Literal["raise", "warn"] = "raise",
-        **options: Any,
+        boundaries: Any = None,
+        loss: Callable[[Any, Mapping[str, Any]], Tensor] | None = None,
+        gradients: bool = True,
+        tolerance: float | None = None,
     ) -> None:
-        self._on_leak, self._options = on_leak, options
+        self._on_leak = on_leak
+        self._options: dict[str, Any] = {
+            "boundaries": boundaries,
+            "loss": loss,
+            "gradients": gradients,
+            "tolerance": tolerance,
+        }
         self._hooks = [self._hook(module) for module in model]
 
     def _hook(self, module: nn.Module) -> Any:
@@ -107,8 +118,23 @@ class LeakCallback:
     module that ``training_step`` calls is watched: the LightningModule, or a direct child of it.
     """
 
-    def __init__(self, **options: Any) -> None:
-        self._options = options
+    @checked_call
+    def __init__(
+        self,
+        *,
+        on_leak: Literal["raise", "warn"] = "raise",
+        boundaries: Any = None,
+        loss: Callable[[Any, Mapping[str, Any]], Tensor] | None = None,
+        gradients: bool = True,
+        tolerance: float | None = None,
+    ) -> None:
+        self._options: dict[str, Any] = {
+            "on_leak": on_leak,
+            "boundaries": boundaries,
+            "loss": loss,
+            "gradients": gradients,
+            "tolerance": tolerance,
+        }
         self._watched: watch | None = None
 
     @property

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from megapack.calls import checked_call
 from megapack.errors import DataError
 from megapack.storage.columns import ColumnSpec, ColumnWriter
 from megapack.storage.index_file import path_of, pick_dtype, prefix_of
@@ -75,6 +76,7 @@ class IndexedDatasetBuilder:
         OSError: the directory does not exist or is not writable.
     """
 
+    @checked_call
     def __init__(
         self,
         prefix: str | os.PathLike[str],

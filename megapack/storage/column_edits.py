@@ -24,6 +24,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from megapack.calls import checked_call
 from megapack.errors import ConfigError, DataError, FormatError, IndexMismatchError
 from megapack.storage.address import is_remote
 from megapack.storage.builder import IndexedDatasetBuilder
@@ -157,6 +158,7 @@ def _rows(writer: ColumnWriter, values: Any, where: str) -> NDArray[Any]:
         raise DataError(f"column {writer.name}, {where}: {error}") from error
 
 
+@checked_call
 def add_column(
     prefix: str | os.PathLike[str],
     name: str,

@@ -28,6 +28,7 @@ import xxhash
 from numpy.typing import DTypeLike, NDArray
 
 from megapack import _core
+from megapack.calls import checked_call
 from megapack.errors import ConfigError, DataError, FormatError
 from megapack.storage.address import is_remote
 from megapack.storage.columns import INTERPRETED, Column, column_entries, column_path, open_column
@@ -85,6 +86,7 @@ class IndexedDataset:
         OSError: a file is missing or cannot be read.
     """
 
+    @checked_call
     def __init__(
         self,
         prefix: str | os.PathLike[str],

@@ -14,14 +14,14 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NoReturn
 
-from megapack.config import load_config, nearest
+from megapack.calls import nearest
+from megapack.command_line import Parser, add_program_options
+from megapack.config import load_config
 from megapack.errors import (
     ConfigError,
     MegapackError,
     exit_code,
-    printable,
     printable_output,
     redacted,
 )
@@ -36,18 +36,10 @@ if _missing:
     )
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(
-            2, f"{self.prog}: error: {printable(redacted(message))} (--help shows the options)\n"
-        )
-
-
 def command_parser(name: str, description: str | None) -> argparse.ArgumentParser:
     """Return a parser that also accepts the options that launchers add."""
-    parser = _Parser(
-        prog=name, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(name, description=description)
+    add_program_options(parser)
     parser.add_argument("--local_rank", type=int, default=None, help=argparse.SUPPRESS)
     return parser
 
@@ -108,20 +100,20 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-_RECIPES = Path(__file__).parents[1] / "configs"
+_FOLDER = Path(__file__).parents[1] / "configs"
+RECIPES = {path.stem: path for path in sorted(_FOLDER.glob("*.yaml"))}
 
 
 def read_config(name: str, overrides: Sequence[str] = ()) -> PretrainConfig:
     """Read a YAML file or a recipe (the name of a file in ``configs/``), with ``"a.b=value"``
     overrides. Raises ConfigError if there is no such file or recipe, and the errors of
     ``load_config``."""
-    recipes = {path.stem: path for path in sorted(_RECIPES.glob("*.yaml"))}
-    if not Path(name).is_file() and name not in recipes:
+    if not Path(name).is_file() and name not in RECIPES:
         raise ConfigError(
-            f"{name} is neither a file nor a recipe{nearest(name, recipes)} (recipes: "
-            f"{', '.join(recipes)})"
+            f"--config {name} is neither a file nor a recipe{nearest(name, RECIPES)} (recipes: "
+            f"{', '.join(RECIPES)})"
         )
-    path = name if Path(name).is_file() else recipes[name]
+    path = name if Path(name).is_file() else RECIPES[name]
     return load_config(PretrainConfig, path, overrides)
 
 

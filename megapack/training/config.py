@@ -14,7 +14,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megapack.config import check_known, check_positive, check_range, nearest, to_dict
+from megapack.calls import nearest
+from megapack.config import check_known, check_positive, check_range, to_dict
 from megapack.data.resume import ORDER_FIELDS
 from megapack.data.run import DataConfig
 from megapack.errors import ConfigError

@@ -20,6 +20,7 @@ import sys
 from megapack.config import check_positive
 from megapack.errors import ConfigError
 from megapack.training.command import (
+    RECIPES,
     add_overrides,
     command_parser,
     read_config,
@@ -92,7 +93,8 @@ def integers(text: str) -> list[int]:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = command_parser("megapack-pretrain", __doc__)
-    parser.add_argument("--config", required=True, help="YAML file, or name of a recipe: demo_cpu")
+    recipes = f"YAML file, or one of the recipes {', '.join(RECIPES)}"
+    parser.add_argument("--config", required=True, help=recipes)
     add_overrides(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the plan and start nothing")
     profile = "trace these steps, as in 100:105 (SIGUSR2 to a rank traces its next five)"

@@ -41,6 +41,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from megapack.attention import varlen_arguments
+from megapack.calls import checked_call
 from megapack.errors import ConfigError
 from megapack.integrations.dialects import IGNORED
 from megapack.integrations.host import check_options
@@ -71,10 +72,11 @@ class PlannedSteps(Dataset[list[dict[str, Any]]]):
         max_tokens_per_rank: maximum tokens of a micro batch of one rank.
         loss: meaning of the weights, see ``StepPlan.loss_weights``.
         shuffle: use a different order in every epoch, from `seed`; False: keep the given order.
-        planning: further options of ``plan_step``: balance (``step`` if gradients are reduced once
-            per step, else ``micro_batches``), linear_cost_tokens, max_documents_per_rank.
+        balance .. max_documents_per_rank: see ``plan_step``; balance ``step`` if gradients are
+            reduced once per step.
     """
 
+    @checked_call
     def __init__(
         self,
         documents: Any,
@@ -86,14 +88,18 @@ class PlannedSteps(Dataset[list[dict[str, Any]]]):
         loss: Literal["token_mean", "sequence_mean"] = "token_mean",
         shuffle: bool = True,
         seed: int = 0,
-        **planning: Any,
+        balance: Literal["micro_batches", "step"] = "micro_batches",
+        linear_cost_tokens: float = 0,
+        max_documents_per_rank: int | None = None,
     ) -> None:
         self.documents, self.documents_per_step = documents, documents_per_step
         self.rank, self.loss, self.shuffle, self.seed = rank, loss, shuffle, seed
         self._planning = {
-            **planning,
             "num_ranks": num_ranks,
             "max_tokens_per_rank": max_tokens_per_rank,
+            "balance": balance,
+            "linear_cost_tokens": linear_cost_tokens,
+            "max_documents_per_rank": max_documents_per_rank,
         }
         if len(documents) == 0 or documents_per_step < 1:
             raise ConfigError(

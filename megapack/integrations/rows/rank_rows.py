@@ -30,7 +30,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from megapack.attention import TreeSegments, tree_arguments
 from megapack.attention.experts import token_mask
+from megapack.calls import checked_call
 from megapack.data import Batch, BatchLayout, BucketBatchSampler, MicroBatch, PackedDataset
 from megapack.data.loader import prefetch_remote
 from megapack.data.schedule import Schedule
@@ -253,7 +254,7 @@ class MicroBatches(Dataset[dict[str, Any]]):
         micro_batch_tokens: tokens of one forward pass of one rank.
         data_parallel_rank, data_parallel_size: place of this rank; ``PackedTrainer`` sets them.
         num_steps: optimizer steps from the beginning of the run; None: one epoch.
-        options: options of ``BucketBatchSampler`` (dealing, pad_last).
+        dealing, pad_last: see ``BucketBatchSampler``.
 
     Attributes:
         with_token_mask: add ``token_mask``, bool (tokens,), False for padding, for the
@@ -268,6 +269,7 @@ class MicroBatches(Dataset[dict[str, Any]]):
     # TRL reads the columns of datasets.
     column_names = ("input_ids", "labels", "position_ids")
 
+    @checked_call
     def __init__(
         self,
         dataset: PackedDataset,
@@ -277,7 +279,8 @@ class MicroBatches(Dataset[dict[str, Any]]):
         data_parallel_rank: int = 0,
         data_parallel_size: int = 1,
         num_steps: int | None = None,
-        **options: Any,
+        dealing: Literal["balanced", "in_order"] = "balanced",
+        pad_last: bool = False,
     ) -> None:
         check_columns(dataset.columns, TRANSFORMERS)
         self.dataset, self.schedule = dataset, schedule
@@ -291,9 +294,10 @@ class MicroBatches(Dataset[dict[str, Any]]):
             num_steps=num_steps,
             samples=dataset.samples,
             weighted_loss=True,
-            **options,
+            dealing=dealing,
+            pad_last=pad_last,
         )
-        self._options = options
+        self._pad_last = pad_last
         self.with_token_mask = self.with_loss_weights = self.for_own_shift = False
         self._step: tuple[int, list[MicroBatch]] = (-1, [])
         self._prefetched: tuple[int, Iterator[MicroBatch]] = (-1, iter(()))
@@ -308,10 +312,9 @@ class MicroBatches(Dataset[dict[str, Any]]):
     ) -> MicroBatches:
         """Return the micro batches of a rank. With ``evaluated``, every sample occurs once, and the
         last micro batches may be empty."""
-        schedule, options = self.schedule, self._options
+        schedule, dealing = self.schedule, self.sampler.dealing
         if evaluated:
             schedule = Schedule(self.dataset, schedule.config, finite=True)
-            options = {**options, "pad_last": True}
         return MicroBatches(
             self.dataset,
             schedule,
@@ -319,7 +322,8 @@ class MicroBatches(Dataset[dict[str, Any]]):
             data_parallel_rank=data_parallel_rank,
             data_parallel_size=data_parallel_size,
             num_steps=num_steps,
-            **options,
+            dealing=dealing,
+            pad_last=self._pad_last or evaluated,
         )
 
     @cached_property

@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from megapack.config import check_known, nearest
+from megapack.calls import nearest
+from megapack.config import check_known
 from megapack.errors import ConfigError
 from megapack.training.config import DECIDED, EngineConfig, PretrainConfig
 

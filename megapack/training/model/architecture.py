@@ -28,7 +28,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 
 from megapack.attention import AttentionNeeds, alibi_slopes
-from megapack.config import nearest
+from megapack.calls import nearest
 from megapack.errors import ConfigError
 from megapack.training.config import ModelConfig
 from megapack.training.model.flops import num_experts

@@ -1,0 +1,171 @@
+"""Arguments of public functions, checked at the call; names that are nearly right.
+
+- ``checked_call``: decorator of a function or class. A wrong name or type is an ArgumentError.
+- ``nearest``: "; did you mean 'x'?", for every error about an unknown name.
+- ``given``: arguments that are not None.
+
+    @checked_call
+    def build(steps: int, *, order: Literal["shuffled", "sorted"] = "shuffled") -> None: ...
+
+    build(3, ordr="sorted")  # build: unknown argument 'ordr'; did you mean 'order'?
+    build("3")               # build: steps is '3'; it must be an integer
+    build(3, order="sort")   # build: order is 'sort'; it must be 'shuffled' or 'sorted'
+
+Only the standard library is imported: the leak detector works without other packages.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import contextlib
+import difflib
+import functools
+import inspect
+import os
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar, Union, get_args, get_origin
+
+from megapack.errors import ArgumentError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def nearest(name: str, known: Iterable[str], formerly: Mapping[str, str] | None = None) -> str:
+    """Return ``"; did you mean 'x'?"`` for a similar known name, or an empty string. ``formerly``
+    maps old names to known ones."""
+    names = {**{one: one for one in known}, **(formerly or {})}
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"; did you mean {names[close[0]]!r}?" if close else ""
+
+
+def given(arguments: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Return those of a function's arguments, its ``locals()``, that are named and not None."""
+    return {name: arguments[name] for name in names if arguments[name] is not None}
+
+
+def checked_call(function: F) -> F:
+    """Check the names and types of arguments at every call.
+
+    Scalars, literals and classes are checked; of sequences, mappings and arrays only that they are
+    no scalar. numpy's numbers count as numbers, and booleans do not.
+
+    Raises ArgumentError, which is a ConfigError, a ValueError and a TypeError.
+    """
+    if isinstance(function, type):
+        setattr(function, "__init__", checked_call(function.__init__))  # noqa: B010 (for mypy)
+        return typing.cast("F", function)
+    subject = function.__qualname__.removesuffix(".__init__")
+
+    @functools.cache  # at the first call, when all names of the hints exist
+    def declared() -> tuple[inspect.Signature, dict[str, Any]]:
+        return inspect.signature(function), _hints(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        signature, hints = declared()
+        try:
+            arguments = signature.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise ArgumentError(f"{subject}: {_misfit(signature, args, kwargs, error)}") from None
+        for name, value in arguments.items():
+            is_one = signature.parameters[name].kind not in _VARIADIC
+            if is_one and name in hints and not _accepts(hints[name], value):
+                choices = [choice for choice in _choices(hints[name]) if isinstance(choice, str)]
+                words = [word for word in _describe(hints[name]) if word != "None"]
+                limit = " or ".join(dict.fromkeys(words))
+                limit += nearest(value, choices) if isinstance(value, str) else ""
+                raise ArgumentError(f"{subject}: {name} is {value!r:.200}; it must be {limit}")
+        return function(*args, **kwargs)
+
+    return typing.cast("F", call)
+
+
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the types of arguments, except those whose names only a type checker knows."""
+    hints: dict[str, Any] = {}
+    for name, text in function.__annotations__.items():
+        one = types.SimpleNamespace(__annotations__={name: text})
+        with contextlib.suppress(NameError, TypeError):
+            hints |= typing.get_type_hints(one, function.__globals__)
+    return hints
+
+
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def _misfit(
+    signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any], error: TypeError
+) -> str:
+    """Return which arguments do not fit a signature."""
+    known = {name: p for name, p in signature.parameters.items() if name != "self"}
+    for name in kwargs:
+        if name not in known:
+            listed = nearest(name, known) or f" (known: {', '.join(known)})"
+            return f"unknown argument {name!r}{listed}"
+    by_position = [name for name, p in signature.parameters.items() if p.kind < p.VAR_POSITIONAL]
+    if len(args) > len(by_position):
+        names = ", ".join(name for name in by_position if name in known) or "none"
+        return f"too many arguments without a name, which are: {names}; name the others"
+    for name, parameter in list(signature.parameters.items())[len(args) :]:
+        if parameter.default is parameter.empty and name not in kwargs:
+            return f"missing argument {name!r}; it has no default, so give it"
+    return str(error)
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def _choices(hint: Any) -> list[Any]:
+    literals = [one for one in _members(hint) if get_origin(one) is typing.Literal]
+    return [choice for literal in literals for choice in get_args(literal)]
+
+
+_SCALARS = (str, bytes, int, float, bool, type(None))
+
+
+def _accepts(hint: Any, value: Any) -> bool:
+    """Return whether a value may have the type of a hint; True if that is not certain."""
+    if len(_members(hint)) > 1:
+        return any(_accepts(one, value) for one in _members(hint))
+    origin, is_bool = get_origin(hint), type(value).__name__ in ("bool", "bool_")
+    if origin is typing.Literal:
+        return any(type(value) is type(one) and value == one for one in get_args(hint))
+    if origin is collections.abc.Callable:
+        return callable(value)
+    if origin is not None:
+        return not isinstance(value, _SCALARS)
+    if hint in (None, type(None)):
+        return value is None
+    if hint is bool:
+        return is_bool
+    if hint in (int, float):  # also numpy's, and arrays and tensors of one number
+        names = ("__index__",) if hint is int else ("__index__", "__float__")
+        return not is_bool and any(hasattr(value, name) for name in names)
+    if not isinstance(hint, type) or typing.is_typeddict(hint):
+        return True
+    return getattr(hint, "_is_protocol", False) or isinstance(value, hint)
+
+
+_NAMES = {bool: "True or False", int: "an integer", float: "a number", str: "a string"}
+_NAMES |= {type(None): "None", os.PathLike: "a path"}
+
+
+def _describe(hint: Any) -> list[str]:
+    """Return words for the types of a hint."""
+    if len(_members(hint)) > 1:
+        return [word for one in _members(hint) for word in _describe(one)]
+    origin = get_origin(hint) or hint
+    if origin is typing.Literal:
+        return [repr(choice) for choice in get_args(hint)]
+    if origin in _NAMES:
+        return [_NAMES[origin]]
+    if origin is collections.abc.Callable:
+        return ["a function"]
+    if isinstance(origin, type) and issubclass(origin, collections.abc.Mapping):
+        return ["a mapping"]
+    if isinstance(origin, type) and issubclass(origin, collections.abc.Iterable) and get_args(hint):
+        return ["a sequence"]
+    return [getattr(origin, "__name__", str(origin))]

@@ -1,0 +1,82 @@
+"""Parser of every command of megapack: errors of one line, with the option that was meant.
+
+- ``Parser``: argparse's, with these errors.
+- ``add_program_options``: ``--version`` and ``--print-completion``, of every program.
+
+    $ megapack-build pack corpus --bukets 1024
+    megapack-build pack: error: unknown option --bukets; did you mean '--buckets'? (--help ...)
+
+The help of a parser is its description as it is written, with its line breaks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from megapack import __version__
+from megapack.calls import nearest
+from megapack.errors import MegapackError, printable, redacted, require
+
+
+class Parser(argparse.ArgumentParser):
+    """Parser of a command; a wrong command line ends it with status 2 and one line."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+
+    def parse_args(  # type: ignore[override]  # megapack passes no namespace
+        self, args: Sequence[str] | None = None, namespace: None = None
+    ) -> argparse.Namespace:
+        """Parse a command line; report an unknown option before a missing one, which it may be."""
+        words = list(sys.argv[1:] if args is None else args)
+        known = [option for option in self._option_string_actions if option.startswith("--")]
+        for word in words[: words.index("--")] if "--" in words else words:
+            name = word.partition("=")[0]
+            is_option = name.startswith("--") and " " not in name
+            if is_option and not any(option.startswith(name) for option in known):
+                self.error(f"unknown option {name}{nearest(name, known)}")
+        return super().parse_args(words, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        text = printable(redacted(message))
+        self.exit(2, f"{self.prog}: error: {text} (--help shows the options)\n")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            choices = [str(choice) for choice in action.choices]
+            problem = f"{value!r} is unknown{nearest(str(value), choices)}"
+            raise argparse.ArgumentError(action, f"{problem} (known: {', '.join(choices)})")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        # argparse's own method ignores a closed pipe or not, depending on the buffering of stdout.
+        if message:
+            (file or sys.stderr).write(message)
+
+
+class _PrintCompletion(argparse.Action):
+    """Option that prints a completion script and ends the program."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: Any = None
+    ) -> None:
+        del namespace, option
+        try:
+            shtab = require("shtab", "--print-completion")
+        except MegapackError as error:
+            parser.error(str(error))
+        sys.stdout.write(f"{shtab.complete(parser, values)}\n")
+        parser.exit()
+
+
+def add_program_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of every program."""
+    parser.add_argument("--version", action="version", version=f"megapack {__version__}")
+    parser.add_argument(
+        "--print-completion",
+        action=_PrintCompletion,
+        choices=("bash", "zsh", "tcsh"),
+        help="print a script that completes options in this shell, and exit",
+    )
