@@ -144,9 +144,10 @@ def _accepts(hint: Any, value: Any) -> bool:
     if hint in (int, float):  # also numpy's, and arrays and tensors of one number
         names = ("__index__",) if hint is int else ("__index__", "__float__")
         return not is_bool and any(hasattr(value, name) for name in names)
-    if not isinstance(hint, type) or typing.is_typeddict(hint):
+    try:
+        return getattr(hint, "_is_protocol", False) or isinstance(value, hint)
+    except TypeError:  # Any, a TypeVar, a TypedDict
         return True
-    return getattr(hint, "_is_protocol", False) or isinstance(value, hint)
 
 
 _NAMES = {bool: "True or False", int: "an integer", float: "a number", str: "a string"}
