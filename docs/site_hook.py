@@ -16,7 +16,6 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import dataclasses
 import fnmatch
 import importlib
@@ -31,6 +30,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import megapack
+from megapack.json_schema import field_docstrings
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("storage", "packing", "planning", "compare", "data", "attention")
@@ -383,7 +383,7 @@ def unit_of(name: str) -> str:
 def keys(cls: type) -> list[Key]:
     """Return the fields of a configuration class, with their docstrings."""
     hints = typing.get_type_hints(cls)
-    meanings = _docstrings(cls)
+    meanings = field_docstrings(cls)
     helps = _build_helps() if cls.__name__ == "BuildConfig" else {}
     found = []
     for field in dataclasses.fields(cls):
@@ -393,25 +393,6 @@ def keys(cls: type) -> list[Key]:
         if section and not meaning:
             meaning = f"{inspect.cleandoc(hint.__doc__ or '')} [Its keys](#of-{field.name})."
         found.append(Key(field.name, spelled(hint), _default(field), meaning, section))
-    return found
-
-
-def _docstrings(cls: type) -> dict[str, str]:
-    """Return field -> docstring of the field, including base classes."""
-    found: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        if not dataclasses.is_dataclass(base):
-            continue
-        (node,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
-        assert isinstance(node, ast.ClassDef)
-        for statement, following in zip(node.body, node.body[1:], strict=False):
-            if (
-                isinstance(statement, ast.AnnAssign)
-                and isinstance(statement.target, ast.Name)
-                and isinstance(following, ast.Expr)
-                and isinstance(following.value, ast.Constant)
-            ):
-                found[statement.target.id] = inspect.cleandoc(str(following.value.value))
     return found
 
 

@@ -11,9 +11,13 @@ import faulthandler
 import os
 import socket
 import sys
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from megapack.calls import nearest
 from megapack.command_line import Parser, add_program_options
@@ -25,7 +29,7 @@ from megapack.errors import (
     printable_output,
     redacted,
 )
-from megapack.training.config import PretrainConfig
+from megapack.training.config import ModelConfig, PretrainConfig
 
 # Report all missing packages together, instead of the first import that fails.
 _missing = [name for name in ("torch", "transformers", "deepspeed") if find_spec(name) is None]
@@ -98,6 +102,59 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
+
+
+# Files of a hub's repository, one of which the cache holds if the key can be read without network.
+_HUB_FILES = {
+    "pretrained": ("config.json",),
+    "config": ("config.json",),
+    "tokenizer": ("tokenizer.json", "tokenizer_config.json"),
+}
+
+
+def check_hub(model: ModelConfig) -> None:
+    """Check within a second that models and tokenizers that are names of a hub can be read: from
+    the hub, else from its cache. transformers would retry for a minute. Raises ConfigError."""
+    named = {key: str(getattr(model, key) or ".") for key in _HUB_FILES}
+    named = {key: name for key, name in named.items() if not Path(name).exists()}
+    if isinstance(model.config, dict):
+        named.pop("config", None)
+    if not named or _hub_answers():
+        return
+    os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads it when it is imported
+    from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415
+
+    for key, name in named.items():
+        try:
+            cached = any(
+                isinstance(try_to_load_from_cache(name, file), str) for file in _HUB_FILES[key]
+            )
+        except ValueError:  # no name of a hub
+            cached = False
+        if not cached:
+            raise ConfigError(
+                f"model.{key} is {name!r}, which is no file or folder here and not in the cache of "
+                "huggingface_hub, and the hub does not answer within a second: give a folder, or "
+                "connect this machine"
+            )
+
+
+def _hub_answers() -> bool:
+    """Return whether the hub, or the proxy before it, accepts a connection within a second."""
+    if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE"):
+        return False
+    hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    url = urlsplit(getproxies().get("https", hub))
+    answered = threading.Event()
+
+    def connect() -> None:  # in a thread: the look-up of a name has no timeout
+        with suppress(OSError), socket.create_connection((url.hostname, url.port or 443), 1):
+            answered.set()
+
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(1)
+    return answered.is_set()
 
 
 _FOLDER = Path(__file__).parents[1] / "configs"

@@ -92,8 +92,10 @@ def dry_run(
         _stage(config, stage, end, ranks, schedule.settings_at(stage.begin).window)
         for stage, end in schedule.spans(steps.num_steps)
     )
+    assumed = lengths and config.model.vocab_size is None and not config.model.has_vocabulary
     sections = [
-        f"model: {model.description}; vocabulary {architecture.vocab_size:,}\n"
+        f"model: {model.description}; vocabulary {architecture.vocab_size:,}"
+        f"{' (assumed, see model.vocab_size)' * bool(assumed)}\n"
         f"attention on this machine: {attention.name}, {attention.reason}",
         f"steps: {steps.num_steps:,} ({rate.warmup(steps.num_steps):,} of warmup), "
         f"{steps.steps_per_epoch:,} per epoch\n"

@@ -5,6 +5,7 @@ extends a trained model beyond 8k, but here training starts with 16k.
 ``qwen3_*``: Qwen/Qwen3-0.6B-Base to 8B-Base and 30B-A3B-Base, as in their config.json (*Qwen3
 Technical Report*, arXiv 2505.09388, tables 1 and 2); the last has 128 experts, eight per token, and
 a load-balancing loss.
+``qwen2.5_*``: Qwen/Qwen2.5-1.5B, as in its config.json.
 ``gpt2_*_alibi``: GPT-2 with ALiBi instead of position embeddings (atom-size paper, A.4), so that
 the number of parameters does not depend on the sequence length.
 """
@@ -73,6 +74,13 @@ _EXPERTS: Keys = {
     "output_router_logits": True,
     "router_aux_loss_coef": 0.001,
 }
+_QWEN2_5: Keys = {
+    "model_type": "qwen2",
+    "max_position_embeddings": 131072,
+    "rope_theta": 1000000.0,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+}
 _GEMMA2: Keys = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 64}
 
 # Width, layers, heads, key heads and MLP width; GPT-2 has only the first three.
@@ -85,6 +93,7 @@ PRESETS: dict[str, Keys] = {
     "qwen3_4b": _qwen3(2560, 36, 32, 8, 9728, tied=True),
     "qwen3_8b": _qwen3(4096, 36, 32, 8, 12288, tied=False),
     "qwen3_30b_a3b": _qwen3(2048, 48, 32, 4, 6144, tied=False, **_EXPERTS),
+    "qwen2.5_1.5b": _decoder(1536, 28, 12, 2, 8960, **_QWEN2_5),
     "gpt2_124m": _gpt2(768, 12, 12, alibi=False),
     "gpt2_124m_alibi": _gpt2(768, 12, 12, alibi=True),
     "gpt2_xl_1.5b_alibi": _gpt2(1600, 48, 25, alibi=True),
@@ -95,4 +104,13 @@ PRESETS: dict[str, Keys] = {
     "gpt2_tiny_alibi": _gpt2(64, 2, 4, alibi=True),
     "qwen2_tiny": _decoder(64, 2, 4, 2, 128, model_type="qwen2", max_position_embeddings=4096),
     "gemma2_tiny": _decoder(64, 2, 4, 2, 128, model_type="gemma2", **_GEMMA2),
+}
+
+# Vocabulary by model_type that a plan assumes while there are no data: Llama 3.1, Qwen, GPT-2
+# and Gemma.
+VOCABULARIES = {
+    "llama": 128256,
+    **dict.fromkeys(("qwen2", "qwen3", "qwen3_moe"), 151936),
+    **dict.fromkeys(("gpt2", "gpt2_alibi"), 50257),
+    "gemma2": 256000,
 }

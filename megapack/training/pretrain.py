@@ -15,18 +15,27 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
+import os
 import sys
+from dataclasses import replace
+from typing import Any
 
 from megapack.config import check_positive
+from megapack.data.blend import BlendConfig
 from megapack.errors import ConfigError
+from megapack.json_schema import json_schema
 from megapack.training.command import (
     RECIPES,
     add_overrides,
+    check_hub,
     command_parser,
     read_config,
     run_command,
     set_rank_environment,
 )
+from megapack.training.config import ModelConfig, PretrainConfig
+from megapack.training.presets import PRESETS
 
 LENGTHS = (
     "plan without a dataset: a .npy file with the tokens of each document, or "
@@ -53,7 +62,12 @@ def pretrain(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"logging.wandb_project is {project!r}, and wandb is missing: pip install wandb"
         )
+    model = planned_model(config.model, from_lengths=args.lengths is not None)
+    config = replace(config, model=model)
     config.data.check_ranks(num_ranks, config.engine.sequence_parallel_size)
+    if int(os.environ.get("RANK", "0")) == 0:
+        task = "planning" if args.dry_run else "starting"
+        print(f"megapack: {task}; importing torch and checking the model", file=sys.stderr)
     if args.dry_run:
         from megapack.training.dry_run import dry_run  # noqa: PLC0415
 
@@ -63,6 +77,20 @@ def pretrain(args: argparse.Namespace) -> int:
     from megapack.training.start import start  # noqa: PLC0415
 
     return start(config, num_ranks, profile)
+
+
+def planned_model(model: ModelConfig, *, from_lengths: bool) -> ModelConfig:
+    """Return the model after ``check_hub``. A plan from lengths reads no tokenizer, and takes the
+    preset of the same name for a checkpoint that cannot be read. Raises ConfigError."""
+    try:
+        check_hub(replace(model, tokenizer=None) if from_lengths else model)
+    except ConfigError:
+        preset = str(model.pretrained).rpartition("/")[2].lower().replace("-", "_")
+        if not from_lengths or preset not in PRESETS:
+            raise
+        print(f"note: {model.pretrained} is planned as model.preset={preset}", file=sys.stderr)
+        return replace(model, pretrained=None, allow_missing=False, preset=preset)
+    return model
 
 
 def check_options(args: argparse.Namespace) -> None:
@@ -91,11 +119,27 @@ def integers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
+_SCHEMAS = {"config": PretrainConfig, "manifest": BlendConfig}
+
+
+class _PrintSchema(argparse.Action):
+    """Option that prints a JSON Schema and ends the program."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: Any = None
+    ) -> None:
+        del namespace, option
+        print(json.dumps(json_schema(_SCHEMAS[values]), indent=2))
+        parser.exit()
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = command_parser("megapack-pretrain", __doc__)
     recipes = f"YAML file, or one of the recipes {', '.join(RECIPES)}"
     parser.add_argument("--config", required=True, help=recipes)
     add_overrides(parser)
+    schema = "print the JSON Schema of --config, or of the manifest of a blend, and exit"
+    parser.add_argument("--print-schema", action=_PrintSchema, choices=list(_SCHEMAS), help=schema)
     parser.add_argument("--dry-run", action="store_true", help="print the plan and start nothing")
     profile = "trace these steps, as in 100:105 (SIGUSR2 to a rank traces its next five)"
     parser.add_argument("--profile", metavar="BEGIN:END", help=profile)

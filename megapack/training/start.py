@@ -45,6 +45,7 @@ def start(config: PretrainConfig, num_ranks: int, profile: range | None) -> int:
     """Check, train and export; return the exit code. Raises only before ranks connect: later errors
     end the process."""
     show_log()
+    logger.info("opening the data, and checking them and the model")
     run = RunDirectory(config.run_dir)
     inputs, architecture, tokenizer = check_start(config, run, num_ranks, profile)
     run.check_writable()
@@ -170,6 +171,7 @@ def prepare(
     """Build model, engine and trainer, at the step where the run starts or resumes; collective."""
     check_ranks(config, world)
     if config.data.verify:
+        logger.info("verifying checksums of the data (data.verify)")
         verify_samples(inputs, world)
     logger.info("%s; %s steps", inputs.data, f"{inputs.num_steps:,}")
     mirror = config.checkpoint.mirror
@@ -196,6 +198,7 @@ def prepare(
     start_step, changes = find_start(
         config, inputs, resume, record, logs=world.is_first, is_branch=resume_store is not store
     )
+    logger.info("building the model and its engine")
     model, attention = open_model(
         config.model,
         config.engine,

@@ -263,6 +263,7 @@ class Trainer:
             losses: torch.Tensor = self.engine(**arguments)[1]
             return losses
 
+        logger.info("probing whether documents of a micro batch depend on each other")
         self.engine.eval()
         try:
             with torch.compiler.set_stance("force_eager"):

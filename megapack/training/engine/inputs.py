@@ -42,6 +42,7 @@ from megapack.training.model.architecture import (
 )
 from megapack.training.model.flops import num_experts
 from megapack.training.model.opening import check_document_positions, check_routes
+from megapack.training.presets import PRESETS, VOCABULARIES
 
 
 class Inputs(OpenRun):
@@ -110,18 +111,26 @@ def _valid_positions(positions: str) -> Literal["segment", "document"]:
 
 
 def vocabulary_size(config: PretrainConfig, run: PlannedRun) -> int:
-    """Return the configured vocabulary size, else the data's; 1 if only the model knows it. Raises
-    ConfigError if it is unknown."""
-    if config.model.vocab_size is not None:
-        return config.model.vocab_size
+    """Return the configured vocabulary size, else the data's; 1 if only the model knows it. Without
+    data, that of the model's family (``VOCABULARIES``). Raises ConfigError if it is unknown."""
+    model = config.model
+    if model.vocab_size is not None:
+        return model.vocab_size
     datasets = run.data.datasets if isinstance(run, OpenRun) else []
     known = {dataset.prefix: dataset.vocab_size for dataset in datasets}
-    if not config.model.has_vocabulary and (None in known.values() or not known):
-        unnamed = [prefix for prefix, size in known.items() if size is None]
+    if not known and not model.has_vocabulary:
+        keys = PRESETS[model.preset] if model.preset else model.config
+        assert isinstance(keys, dict)  # a file has a vocabulary
+        if keys["model_type"] not in VOCABULARIES:
+            raise ConfigError(
+                "without data the vocabulary size is unknown; set model.vocab_size, as in --set "
+                "model.vocab_size=32000"
+            )
+        return VOCABULARIES[keys["model_type"]]
+    if not model.has_vocabulary and None in known.values():
+        unnamed = next(prefix for prefix, size in known.items() if size is None)
         raise ConfigError(
-            f"{unnamed[0]}.meta.json does not contain the vocabulary size; set model.vocab_size"
-            if unnamed
-            else "without data the vocabulary size is unknown; set model.vocab_size"
+            f"{unnamed}.meta.json does not contain the vocabulary size; set model.vocab_size"
         )
     return max((size for size in known.values() if size is not None), default=1)
 

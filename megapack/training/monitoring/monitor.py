@@ -220,6 +220,13 @@ class Monitor:
         too_many = self._count_skipped(line["step"], result.skipped)
         if too_many is not None or len(self._lines) == self.config.every:
             self.flush()
+        elif line["step"] == self.start:  # at once: the next line may be minutes away
+            [loss] = _means([result.loss_sum], [result])
+            seconds = time.perf_counter() - now + seconds
+            logger.info(
+                "step %d/%d, loss %.4f, %.1f s (the first is slower); then a line every %d steps",
+                *(self.start + 1, self.num_steps, loss, seconds, self.config.every),
+            )
         if too_many is not None:
             raise FloatingPointError(too_many)
 
