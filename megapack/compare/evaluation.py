@@ -79,7 +79,12 @@ class Case:
 
 
 def parse_case(
-    text: str, *, buckets: Sequence[int], capacities: Sequence[int], **rooms: int
+    text: str,
+    *,
+    buckets: Sequence[int],
+    capacities: Sequence[int],
+    alignment: int = 1,
+    fim_room: int = 0,
 ) -> list[Case]:
     """Read ``NAME[@CAPACITY[+CAPACITY...]][:KEY=VALUE[,KEY=VALUE...]]``.
 
@@ -87,7 +92,7 @@ def parse_case(
         text: for instance ``bucket``, ``concat@4096``, ``seamless@2048:preset=paper,last=drop``.
         buckets: default capacities of a bucket strategy.
         capacities: default capacities of a fixed-length strategy, which makes one case of each.
-        rooms: alignment and fim_room, as in ``pack``.
+        alignment, fim_room: as in ``pack``.
 
     Raises:
         ConfigError: the text does not have this form, the strategy or a parameter is unknown, or
@@ -109,7 +114,8 @@ def parse_case(
         chosen = [(name, tuple(sorted(buckets)))]
     else:
         chosen = [(f"{name}@{capacity}", (capacity,)) for capacity in capacities]
-    common: dict[str, Any] = {"strategy": name, "parameters": parameters, **rooms}
+    common: dict[str, Any] = {"strategy": name, "parameters": parameters}
+    common |= {"alignment": alignment, "fim_room": fim_room}
     return [Case(label=label + suffix, buckets=sizes, **common) for label, sizes in chosen]
 
 
@@ -131,7 +137,7 @@ def _parse_parameters(text: str, whole: str) -> dict[str, Any]:
 
 
 def default_cases(
-    *, buckets: Sequence[int], capacities: Sequence[int], **rooms: int
+    *, buckets: Sequence[int], capacities: Sequence[int], alignment: int = 1, fim_room: int = 0
 ) -> tuple[list[Case], dict[str, str]]:
     """Return every strategy with its default parameters; arguments of ``parse_case``.
 
@@ -145,7 +151,13 @@ def default_cases(
     left_out: dict[str, str] = {}
     for name in STRATEGIES:
         try:
-            cases += parse_case(name, buckets=buckets, capacities=capacities, **rooms)
+            cases += parse_case(
+                name,
+                buckets=buckets,
+                capacities=capacities,
+                alignment=alignment,
+                fim_room=fim_room,
+            )
         except ConfigError as error:
             left_out[name] = str(error)
     if not cases:
@@ -157,12 +169,16 @@ def default_cases(
 
 
 def money(amount: float) -> str:
-    """Format dollars: 1234567 -> $1.23 M."""
+    """Format dollars: 1234567 -> $1.23 M; estimates of cents are not worth printing."""
+    if amount < 1:
+        return "under $1"
     return f"${amount:,.2f}" if amount < 1000 else f"${short(amount)}"
 
 
 def duration(hours: float) -> str:
     """Format hours: 0.09 -> 5.4 minutes."""
+    if hours < 1 / 60:
+        return "under a minute"
     if hours >= 48:
         return f"{hours / 24:,.1f} days"
     return f"{hours:.1f} hours" if hours >= 1 else f"{60 * hours:.1f} minutes"

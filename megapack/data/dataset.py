@@ -48,6 +48,7 @@ from megapack.data.documents import (
     open_sources,
 )
 from megapack.data.fim import Fim, FimConfig, FimDraw, check_fim, open_fim
+from megapack.data.picture import Sample
 from megapack.data.sample_order import Scores
 from megapack.data.sources import Exclusions, LabelTotals, SampleSource, check_has_groups
 from megapack.data.steps import PLAIN, Attention, Loss, StepView
@@ -279,7 +280,7 @@ class PackedDataset(Dataset[Batch]):
         batch = self.micro_batch([sample], view=view)
         for name in per_token(batch):
             batch[name] = batch[name][0]
-        return batch
+        return Sample(batch)
 
     def __getitems__(self, samples: Sequence[int]) -> list[Batch]:
         """Return one batch per sample. torch's DataLoader passes the items of its batch sampler."""

@@ -28,7 +28,7 @@ import copy
 import dataclasses
 import logging
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property, partial
@@ -50,6 +50,7 @@ from megapack.data.bucket_streams import (
     bucket_streams,
     shuffle_keys,
 )
+from megapack.data.picture import Bar, picture
 from megapack.data.program import resolve
 from megapack.data.sample_order import Epochs
 from megapack.data.sources import HasSamples, SampleSource, Shards
@@ -86,12 +87,12 @@ class Step:
     Attributes:
         index: number of the step, counted from 0.
         draws: draws of the step, in order.
-        count_labels: (sample ids, view) -> tokens of each sample that have a label.
+        samples: the samples that the draws are of.
     """
 
     index: int
     draws: tuple[Draw, ...]
-    count_labels: Callable[[Ids, StepView], Ids] = field(repr=False)
+    samples: SampleSource = field(repr=False)
 
     @property
     def bucket(self) -> int:
@@ -116,12 +117,23 @@ class Step:
     @cached_property
     def label_counts(self) -> Ids:
         """Tokens of every sample that have a label, in the order of ``sample_ids``; int64."""
-        return self.count_labels(self.sample_ids, self.view)
+        return self.samples.count_labels(self.sample_ids, self.view)
 
     @property
     def num_label_tokens(self) -> int:
         """Tokens of the step that have a label: its loss denominator."""
         return int(self.label_counts.sum())
+
+    def _repr_html_(self) -> str:
+        bars = (
+            Bar(f"{draw.capacity:,}: sample {i}", draw.capacity, self._lengths(i, draw.view))
+            for draw in self.draws
+            for i in draw.sample_ids.tolist()
+        )
+        return picture(f"step {self.index:,}", bars, len(self.sample_ids))
+
+    def _lengths(self, sample: int, view: StepView) -> list[int]:
+        return [length for _, _, length in self.samples.segments(sample, view)[1]]
 
 
 class StageDraws:
@@ -537,7 +549,7 @@ class Schedule:
             raise IndexError(f"step {i} does not exist; steps are counted from 0")
         stage = self.stage_at(i)
         view = replace(stage.view, window=self.settings_at(i).window_at(i))
-        return Step(i, stage.step_draws(i, view), self.samples.count_labels)
+        return Step(i, stage.step_draws(i, view), self.samples)
 
     def shortest_step(self, begin: int, end: int) -> int:
         """Return the first of steps ``[begin, end)`` with samples of their smallest bucket.

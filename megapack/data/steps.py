@@ -168,11 +168,16 @@ class StepConfig:
             raise ConfigError("mix='micro_step' and micro_step_tokens go together: give both")
         if self.tokens_per_step % self.draw_tokens:
             total, draw = self.tokens_per_step, self.draw_tokens
-            fitting = (d for d in _divisors(total, draw) if d % self._draw_unit == 0)
-            other = next((f" or micro_step_tokens to {size}" for size in fitting), "")
+            unit, remedies = self._draw_unit, []
+            if draw % unit == 0:
+                remedies.append(f"tokens_per_step to {_multiple(total, draw)}")
+            if total % unit == 0:
+                fitting = unit * _divisors(total // unit, draw / unit)[0]
+                remedies.append(f"micro_step_tokens to {fitting}")
+            both = f"tokens_per_step and micro_step_tokens to {_multiple(total, unit)}"
             raise ConfigError(
                 f"micro_step_tokens {draw} does not divide tokens_per_step {total}; set "
-                f"tokens_per_step to {_multiple(total, draw)}{other}"
+                f"{', or '.join(remedies) or both}"
             )
 
     @property

@@ -28,7 +28,7 @@ from megapack.data.resume import ORDER_FIELDS, content_digests
 from megapack.data.run import Decision, Decisions
 from megapack.data.steps import fold_key
 from megapack.errors import MegapackError
-from megapack.probe import check_rows
+from megapack.probe import SegmentPlaces, check_rows
 from megapack.training.autopilot import Spike, SpikeFound, SpikeWatch, next_mixture, report_of, skip
 from megapack.training.config import PretrainConfig
 from megapack.training.engine.checkpoint import CheckpointStore, Resume
@@ -37,6 +37,7 @@ from megapack.training.engine.engine import train_step
 from megapack.training.engine.inputs import Inputs
 from megapack.training.engine.world import World
 from megapack.training.model.flops import ModelFlops
+from megapack.training.model.loss import IGNORED_LABEL
 from megapack.training.model.training_model import on_device
 from megapack.training.monitoring.monitor import Monitor, StepWork
 from megapack.training.monitoring.signals import Agreement, StepProfiler, StopSignals
@@ -100,6 +101,27 @@ class BatchTrace:
             line["sample_ids"] = batch["sample_ids"].tolist()
             append_jsonl(self._path, line)
             yield batch
+
+
+def probed_labels(batch: Mapping[str, Any]) -> torch.Tensor:
+    """Return the labels of a probe: with a large vocabulary, logits cost more than the model.
+
+    Keeps those at the begin, the middle (where a token is changed) and the end of every document,
+    and each 64th between; all of them in prefix trees, or if a document with labels would keep
+    none.
+    """
+    labels: torch.Tensor = batch["labels"].cpu()
+    if "kv_index" in batch:
+        return labels
+    segments = SegmentPlaces.of(batch)
+    of_token = segments.of_token(labels.numel())
+    positions = segments.positions().flatten()
+    lengths = segments.lengths[of_token]
+    kept = (positions < 4) | (positions % 64 == 0) | (positions >= lengths - 3)
+    kept |= (positions - lengths // 2).abs() <= 2
+    few = labels.masked_fill(~kept.view_as(labels), IGNORED_LABEL)
+    documents, kept_documents = (of_token[each.flatten() >= 0].unique() for each in (labels, few))
+    return few if len(documents) == len(kept_documents) else labels
 
 
 class Trainer:
@@ -259,8 +281,9 @@ class Trainer:
 
         def forward(variant: Mapping[str, Any]) -> torch.Tensor:
             self.world.progress.at("the probe of the model")
-            arguments = on_device({**variant}, self.world.device, self.config.engine)
-            losses: torch.Tensor = self.engine(**arguments)[1]
+            few = {**variant, "labels": probed_labels(variant)}
+            arguments = on_device(few, self.world.device, self.config.engine)
+            losses: torch.Tensor = self.engine(**arguments, few_labels=True)[1]
             return losses
 
         logger.info("probing whether documents of a micro batch depend on each other")
@@ -270,7 +293,7 @@ class Trainer:
                 seconds = check_rows(
                     forward,
                     batch,
-                    counted=lambda variant: variant["labels"] >= 0,
+                    counted=lambda variant: probed_labels(variant) >= 0,
                     longest=longest,
                     any_length=True,
                 )

@@ -110,7 +110,7 @@ def test_megatron_options_are_translated_or_refused(tmp_path: Path, corpus: Path
     assert ids_of(tmp_path / "a") == ids_of(tmp_path / "b")
     for more, message in (
         (("--tokenizer-type", "GPT2BPETokenizer"), "is not a GPT2BPETokenizer"),
-        (("--partitions", "4"), "unrecognized arguments: --partitions 4"),
+        (("--partitions", "4"), "unknown option --partitions; did you mean '--part'?"),
         (("--vocab-file", "v.json"), "name one tokenizer, both together"),
         (("--json-keys", "a/b"), "'a/b' cannot be part of a file name"),
         (("--json-keys", "a", "--messages-key", "m"), "leave out --json-key and --messages-key"),
@@ -165,7 +165,7 @@ def test_wrong_arguments(tmp_path: Path, corpus: Path) -> None:
         (("--backend", "tokenizers"), 2, "'tokenizers' does not run bytes"),
         (("--part", "half"), 2, "'half' is not of the form I/N"),
         (("--shard-bytes", "many"), 2, "'many' is not a size"),
-        (("--split-by", "wall"), 2, "invalid choice"),
+        (("--split-by", "wall"), 2, "is unknown (known: "),
     ):
         assert message in tokenize(corpus, tmp_path / "out", *more, status=status).stderr
 

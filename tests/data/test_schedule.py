@@ -122,10 +122,10 @@ def test_capacities_that_do_not_divide_the_step_are_refused_with_a_remedy() -> N
     schedule = Schedule(index, tokens_per_step=64, row_tokens=32)
     assert schedule.stages[0].samples_per_draw == [2 * 4, 2 * 2]
     for tokens, row_tokens, message in (
-        (64, None, r"multiple of 7 \(63 or 70\), or set row_tokens"),
-        (4, None, r"multiple of 7 \(7\), or set row_tokens"),
-        (64, 8, "cannot hold a sample of 16"),
-        (64, 24, "does not divide"),
+        (64, None, "samples of 7; set tokens_per_step to 112, or row_tokens to 16"),
+        (4, None, "tokens_per_step to 112, or tokens_per_step and row_tokens to 16"),
+        (64, 8, "cannot hold a sample of 16; set row_tokens to 16"),
+        (64, 24, "does not divide the 64 tokens of a draw; set row_tokens to 16"),
     ):
         with pytest.raises(ConfigError, match=message):
             Schedule(index, tokens_per_step=tokens, row_tokens=row_tokens)
@@ -136,7 +136,7 @@ def test_invalid_settings_are_refused() -> None:
     for options, message in (
         ({"order": "grow-p3"}, "order is 'grow-p3'; it must be one of"),
         ({"tokens_per_step": 0}, "tokens_per_step is 0; it must be above 0"),
-        ({"tokens_per_step": 64.0}, "tokens_per_step is 64.0; it must be a whole number"),
+        ({"tokens_per_step": 64.0}, "tokens_per_step is 64.0; it must be an integer"),
         ({"seed": 1 << 64}, "seed is 18446744073709551616; it must be at least 0 and below"),
         ({"cost_window": 0}, "cost_window is 0; it must be above 0"),
         ({"mix": "micro_step"}, "go together"),

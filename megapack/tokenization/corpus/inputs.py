@@ -254,6 +254,8 @@ def _paths(inputs: Sequence[str], suffixes: Sequence[str], aside: _Aside) -> Ite
                 raise ConfigError(
                     f"directory {name} has no files with {wanted}{contents}; see --suffix"
                 )
+            if not suffixes:
+                _refuse_if_most_are_skipped(name, paths, aside[_UNWANTED][num_unwanted:])
         elif path.exists() or not glob.has_magic(name):
             paths = [name]  # the caller's stat raises OSError if it is missing
         else:
@@ -265,6 +267,20 @@ def _paths(inputs: Sequence[str], suffixes: Sequence[str], aside: _Aside) -> Ite
                 raise ConfigError(f"no file matches {name!r}{only}")
             aside[_FOLDERS] += [] if "**" in name else folders
         yield from paths
+
+
+def _refuse_if_most_are_skipped(name: str, paths: list[str], others: list[str]) -> None:
+    """Raise ConfigError if the default suffixes skip most files and most bytes of a directory."""
+    if len(others) <= len(paths):
+        return
+    skipped, taken = (sum(Path(path).stat().st_size for path in part) for part in (others, paths))
+    if skipped > taken:
+        found = collections.Counter(filter(None, map(_suffix_of, [*paths, *others])))
+        every = " ".join(suffix for suffix, _ in found.most_common(_SHOWN))
+        raise ConfigError(
+            f"directory {name}: only {_by_suffix(paths)} would be read, and "
+            f"{_by_suffix(others)} skipped; choose with --suffix, as in --suffix {every}"
+        )
 
 
 def _walk(root: Path, suffixes: Sequence[str], aside: _Aside) -> Iterator[str]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -71,9 +72,10 @@ class Inputs(OpenRun):
                 {} if self.blend is None else open_validation_of_sources(self.blend, **options)
             )
         except FileNotFoundError as error:
+            remedy = _settings_of_data(config)
             raise ConfigError(
-                f"data: {error}; to plan a run before there are data, give --dry-run --lengths (a "
-                ".npy file of tokens per document, or lognormal:MEAN,MEDIAN,DOCUMENTS)"
+                f"data: {error}; {remedy}to plan a run before there are data, give --dry-run "
+                "--lengths (a .npy file of tokens per document, or lognormal:MEAN,MEDIAN,DOCUMENTS)"
             ) from error
 
     @property
@@ -103,6 +105,19 @@ class Inputs(OpenRun):
             "documents": [dataset.fingerprint for dataset in self.data.datasets],
             "samples": list(self.schedule.samples.fingerprints),
         }
+
+
+def _settings_of_data(config: PretrainConfig) -> str:
+    """Return how to set the keys next to ``data.prefix`` that still name files of other data."""
+    data, settings = config.data, []
+    samples = f"{data.prefix}.samples"
+    if data.index and not Path(data.index).exists() and Path(samples).exists():
+        settings.append(f"data.index={samples}")
+    if data.valid_prefix and not IndexedDataset.exists(data.valid_prefix):
+        settings += ["data.valid_prefix=null", "evaluation.every=null"]
+        settings += ["data.valid_index=null"] * (data.valid_index is not None)
+    added = " ".join(f"--set {setting}" for setting in settings)
+    return f"for the data at hand add {added}; " if added else ""
 
 
 def _valid_positions(positions: str) -> Literal["segment", "document"]:

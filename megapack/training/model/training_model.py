@@ -158,6 +158,7 @@ class TrainingModel(nn.Module):
         scale: float = 1.0,
         sequence_parallel_size: int = 1,
         sequence_parallel_rank: int = 0,
+        few_labels: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Return the losses of a micro batch, or of a slice of it (``sequence_parallel_size`` > 1).
 
@@ -177,6 +178,8 @@ class TrainingModel(nn.Module):
             predecessors: ``[T]`` int64: the token that predicts each token of a tree (-1: none).
                 Then labels, weights and results belong to the predicted tokens.
             scale: factor on the first result.
+            few_labels: compute logits only at positions with a label, in evaluation mode; the host
+                waits until it knows their number.
 
         Returns:
             Four results; the scalars of all slices add up to those of the micro batch. First,
@@ -204,11 +207,17 @@ class TrainingModel(nn.Module):
             assert self.distill is not None, "the weight of a teacher is unknown"
             tables = teacher_ids.flatten(0, 1), teacher_logits.flatten(0, 1)
             teacher = Teacher(*tables, self.distill.alpha, self.distill.temperature)
+        targets = labels.flatten()
+        weights = None if label_weights is None else label_weights.flatten()
+        labeled = slice(None)
+        if few_labels:
+            labeled = (targets != IGNORED_LABEL).nonzero()[:, 0]
+            weights = None if weights is None else weights[labeled]
         loss, losses, divergences = linear_cross_entropy(
-            hidden,
+            hidden[labeled],
             weight,
-            labels.flatten(),
-            label_weights=None if label_weights is None else label_weights.flatten(),
+            targets[labeled],
+            label_weights=weights,
             scale=scale,
             softcap=softcap,
             z_loss=self.z_loss if self.training else 0.0,
@@ -216,6 +225,8 @@ class TrainingModel(nn.Module):
             chunk_tokens=self.chunk_tokens,
             fused=self.fused_loss,
         )
+        if few_labels:
+            losses = losses.new_zeros(len(targets)).index_copy(0, labeled, losses)
         if balancing is None:
             return loss, losses, None, divergences
         group = self.sequence_group if sequence_parallel_size > 1 else None

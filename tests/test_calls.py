@@ -1,0 +1,154 @@
+"""Public functions write out their arguments and refuse wrong ones with a remedy."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+
+import megapack
+from megapack import BucketBatchSampler, IndexedDatasetBuilder, PackedDataset, Schedule, pack
+from megapack.calls import checked_call, given
+from megapack.data import ScheduleConfig, build_loader
+from megapack.errors import ArgumentError, ConfigError
+from megapack.packing.strategies import PARAMETERS
+
+PACKAGES = ("storage", "packing", "planning", "compare", "data", "attention", "probe")
+PASSED_ON = {"flex_block_mask"}  # to a function of torch
+
+
+def public() -> dict[str, Callable[..., Any]]:
+    """Return every public function and class by name."""
+    modules = [importlib.import_module(f"megapack.{name}") for name in PACKAGES]
+    found = {name: getattr(module, name) for module in modules for name in module.__all__}
+    return {name: value for name, value in found.items() if callable(value)}
+
+
+def test_public_functions_write_out_their_arguments() -> None:
+    def is_hidden(value: Callable[..., Any]) -> bool:
+        try:
+            parameters = inspect.signature(value).parameters.values()
+        except ValueError:  # a class without a constructor of its own
+            return False
+        return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+
+    assert len(public()) > 80
+    assert {name for name, value in public().items() if is_hidden(value)} == PASSED_ON
+
+
+CHECKED = ("build_loader", "Schedule", "ScheduleConfig", "PackedDataset", "BucketBatchSampler")
+CHECKED += ("BatchLayout", "open_blend", "Stage", "Source", "Ramp", "FimConfig", "pack")
+CHECKED += ("check_packing", "plan_step", "plan_trees", "StepPlanner", "simulate_step", "compare")
+CHECKED += ("IndexedDataset", "IndexedDatasetBuilder", "add_column", "probe", "watch")
+CHECKED += ("LeakCallback", "BlendConfig", "Sentinels", "Scores")
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_a_keyword_with_a_letter_too_few_gets_a_hint(name: str) -> None:
+    """Of every argument, and no module needs more than the mistake to find it."""
+    function = public()[name]
+    names = [n for n in inspect.signature(function).parameters if len(n) > 3 and n != "self"]
+    names = [n for n in names if n[:-1] not in names]
+    assert names
+    for argument in names:
+        with pytest.raises(ArgumentError) as error:
+            function(**{argument[:-1]: 0})
+        assert f"unknown argument '{argument[:-1]}'; did you mean " in str(error.value)
+
+
+def test_arguments_of_pack_are_the_parameters_of_the_strategies() -> None:
+    others = set(inspect.signature(pack).parameters) - set(PARAMETERS)
+    assert others == {
+        *("lengths", "strategy", "buckets", "seed", "threads", "alignment", "fim_room"),
+        *("match_repetition", "groups", "tokens", "preset", "progress"),
+    }
+
+
+@checked_call
+def build(
+    steps: int,
+    rate: float = 0.5,
+    *,
+    order: Literal["shuffled", "sorted"] | None = None,
+    names: Sequence[str] = (),
+    path: str | Path = "",
+    device: torch.device | str | None = None,
+    done: Callable[[], None] | None = None,
+    quick: bool = False,
+    **more: int,
+) -> dict[str, Any]:
+    """Return what was given."""
+    return {**given(locals(), ("order", "device")), "steps": steps, **more}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"steps": np.int64(3), "rate": np.float32(1)},
+        {"steps": 3, "rate": 1, "order": "sorted", "path": Path("x"), "names": ["a"]},
+        {"steps": 3, "device": torch.device("cpu"), "done": print, "quick": True, "other": 4},
+        {"steps": 3, "names": np.array(["a"]), "quick": np.bool_(True), "device": "cpu"},
+    ],
+)
+def test_right_arguments_pass(arguments: dict[str, Any]) -> None:
+    assert build(**arguments)["steps"] == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "build: missing argument 'steps'; it has no default, so give it"),
+        ({"steps": "3"}, "build: steps is '3'; it must be an integer"),
+        ({"steps": True}, "build: steps is True; it must be an integer"),
+        ({"steps": 3.0}, "build: steps is 3.0; it must be an integer"),
+        ({"steps": None}, "build: steps is None; it must be an integer"),
+        ({"steps": 3, "rate": "fast"}, "rate is 'fast'; it must be a number"),
+        ({"steps": 3, "order": "sort"}, "must be 'shuffled' or 'sorted'; did you mean 'sorted'?"),
+        ({"steps": 3, "names": "abc"}, "names is 'abc'; it must be a sequence"),
+        ({"steps": 3, "path": 3}, "path is 3; it must be a string or Path"),
+        ({"steps": 3, "device": 3}, "device is 3; it must be device or a string"),
+        ({"steps": 3, "done": 3}, "done is 3; it must be a function"),
+        ({"steps": 3, "quick": 1}, "quick is 1; it must be True or False"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError) as error:
+        build(**arguments)
+    assert message in str(error.value)
+    assert isinstance(error.value, ConfigError) and isinstance(error.value, TypeError)
+
+
+def test_too_many_arguments_without_a_name() -> None:
+    with pytest.raises(ArgumentError, match="which are: steps, rate; name the others"):
+        build(1, 2.0, "sorted")  # type: ignore[misc]
+
+
+def test_reprs_fit_in_a_line(tmp_path: Path) -> None:
+    folder = tmp_path / ("a long name of a folder" * 5)
+    folder.mkdir()
+    with IndexedDatasetBuilder(folder / "docs") as builder:
+        for length in range(1, 200):
+            builder.add_document(range(length))
+        lengths = np.arange(1, 200)
+    index = pack(lengths, buckets=[64, 128, 256])
+    data = PackedDataset(str(folder / "docs"), index)
+    schedule = Schedule(data, tokens_per_step=512)
+    ranks: dict[str, Any] = {"data_parallel_rank": 0, "data_parallel_size": 2}
+    sampler = BucketBatchSampler(schedule, micro_batch_tokens=256, **ranks)
+    loader = build_loader(data, schedule, micro_batch_tokens=256, **ranks)
+    for value in (schedule, sampler, loader, data):
+        assert type(value).__name__ in repr(value) and len(repr(value)) <= 120, repr(value)
+    assert "512 tokens per step of buckets 64 to 256" in repr(schedule)
+    assert "rank 0 of 2" in repr(loader)
+
+
+def test_the_loader_is_at_the_top() -> None:
+    assert megapack.build_loader is build_loader
+    with pytest.raises(ArgumentError, match="tokens_per_step"):
+        ScheduleConfig(tokens_per_stp=4)  # type: ignore[call-arg]

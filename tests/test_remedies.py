@@ -1,0 +1,197 @@
+"""Every remedy that an error names is applied, and works at once.
+
+Errors say ``...; set NAME to VALUE, or NAME to VALUE and NAME to VALUE``, ``did you mean 'NAME'?``,
+``add --set KEY=VALUE`` or ``as in --suffix .py``. The tests read the remedy and apply it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from commands import build, printed
+
+from megapack import BucketBatchSampler, Schedule, pack
+from megapack.data import ScheduleConfig
+from megapack.errors import ConfigError
+from megapack.packing import STRATEGIES, find_strategy
+from megapack.training.command import read_config
+from megapack.training.engine.inputs import Inputs
+
+NAMES = {"the number of ranks": "data_parallel_size"}
+
+
+def remedies(message: str) -> list[dict[str, Any]]:
+    """Return the settings of each remedy that a message names."""
+    text = message.rpartition("; set ")[2].partition(" (a row")[0]
+    text = text.replace(", which gives some ranks an empty micro batch", "")
+    found = []
+    for remedy in re.split(r",? or ", text):
+        settings: dict[str, Any] = {}
+        names: list[str] = []
+        for part in remedy.split(" and "):
+            name, to, value = part.partition(" to ")
+            names.append(NAMES.get(name, name))
+            if to:  # "A and B to 4" sets both
+                settings |= dict.fromkeys(names, True if value == "true" else int(value))
+                names = []
+        assert settings and not names, message
+        found.append(settings)
+    return found
+
+
+def applied(make: Callable[..., object], **settings: Any) -> int:
+    """Call a function; if it raises, apply each remedy of its error. Return their number."""
+    try:
+        make(**settings)
+    except ConfigError as error:
+        named = remedies(str(error))
+        for remedy in named:
+            try:
+                make(**{**settings, **remedy})
+            except ConfigError as again:
+                pytest.fail(f"{error}\n  after {remedy}: {again}")
+        return len(named)
+    return 0
+
+
+BUCKETS = ([512, 1024, 4096], [7, 16], [24, 36, 100], [64])
+
+
+@pytest.mark.parametrize("buckets", BUCKETS, ids=str)
+def test_sizes_of_steps(buckets: list[int]) -> None:
+    index = pack(np.arange(1, 3 * buckets[-1], 3), buckets=buckets)
+    num_applied = 0
+    sizes = (1, 100, 1000, 4096, 5 * buckets[-1])
+    for tokens, row in itertools.product(sizes, (None, 10, 100, 4096, 5000)):
+        num_applied += applied(
+            lambda **fields: Schedule(index, **fields), tokens_per_step=tokens, row_tokens=row
+        )
+    for tokens, draw in itertools.product(sizes, (1, 96, 1000, 8192)):
+        settings = {"tokens_per_step": tokens, "mix": "micro_step", "micro_step_tokens": draw}
+        if tokens % draw == 0:  # else ScheduleConfig, which has no buckets, names the divisors
+            num_applied += applied(lambda **fields: Schedule(index, **fields), **settings)
+        num_applied += applied(ScheduleConfig, **settings)
+    assert num_applied > 10
+
+
+def test_the_largest_bucket_is_named_at_once() -> None:
+    index = pack(np.arange(1, 9000), buckets=[512, 1024, 2048, 4096])
+    with pytest.raises(ConfigError, match="samples of 512; set tokens_per_step to 4096, or"):
+        Schedule(index, tokens_per_step=1000)
+
+
+@pytest.mark.parametrize("buckets", BUCKETS, ids=str)
+def test_sizes_of_micro_batches(buckets: list[int]) -> None:
+    index = pack(np.arange(1, 3 * buckets[-1], 3), buckets=buckets)
+    largest = buckets[-1]
+    schedule = Schedule(index, tokens_per_step=24 * 4096, row_tokens=4096)
+    num_applied = 0
+    for ranks, tokens, size in itertools.product((1, 3, 5, 7, 16), (1, 100, largest, 4096), (1, 2)):
+        if ranks % size:
+            continue
+        num_applied += applied(
+            lambda **options: BucketBatchSampler(schedule, data_parallel_rank=0, **options),
+            data_parallel_size=ranks,
+            micro_batch_tokens=tokens,
+            sequence_parallel_size=size,
+        )
+    assert num_applied > 10
+
+
+KEYS = ("data.tokens_per_step", "data.micro_step_tokens", "data.micro_batch_tokens")
+
+
+@pytest.mark.parametrize(("key", "value"), itertools.product(KEYS, (1, 1000, 3000, 12288)))
+def test_sizes_on_the_command_line(key: str, value: int) -> None:
+    """Of the recipe: the error names --set, not the recipe, and a remedy is a second --set."""
+    override = f"{key}={value}"
+
+    def read(**settings: Any) -> None:
+        read_config("demo_cpu", [override, *(f"data.{k}={v}" for k, v in settings.items())])
+
+    try:
+        read()
+    except ConfigError as error:
+        assert str(error).startswith(f"--set {override}: ") and ".yaml" not in str(error)
+        assert applied(read) >= 1
+
+
+def test_data_next_to_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recipe's index and held-out documents belong to its own data."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("a few words\n" * 5000)
+    printed("tokenize", "--input", "text.txt", "--tokenizer", "bytes", "--output-prefix", "mine")
+    printed("pack", "mine", "--buckets", "512,1024")
+    with pytest.raises(ConfigError) as error:
+        Inputs(read_config("demo_cpu", ["data.prefix=mine"]))
+    settings = re.findall(r"--set (\S+=[^\s;]+)", str(error.value))
+    assert settings == [
+        "data.index=mine.samples",
+        "data.valid_prefix=null",
+        "evaluation.every=null",
+    ]
+    assert Inputs(read_config("demo_cpu", ["data.prefix=mine", *settings])).num_steps == 160
+
+
+def test_a_folder_of_which_most_would_be_skipped(tmp_path: Path) -> None:
+    """A folder of code with a few texts is refused; notes next to data are not."""
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    for i in range(12):
+        (corpus / f"{i}.py").write_text("print('some code')\n" * 9)
+    (corpus / "notes.txt").write_text("a note\n")
+    command = ["tokenize", "--input", corpus, "--tokenizer", "bytes"]
+    error = printed(*command, "--output-prefix", tmp_path / "out", status=2)
+    assert "only 1 file (.txt 1) would be read, and 12 files (.py 12) skipped" in error
+    suffixes = re.search(r"as in --suffix (.*)\n", error)[1].split()  # type: ignore[index]
+    assert suffixes == [".py", ".txt"]
+    printed(*command, "--output-prefix", tmp_path / "out", "--suffix", *suffixes)
+    (corpus / "large.jsonl").write_text('{"text": "a long one"}\n' * 999)
+    printed(*command, "--output-prefix", tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("pakc", "--help"),
+        ("pack", "--hlep"),
+        ("pack", "x", "--bukets", "512", "--json"),
+        ("compare", "x", "--bucket", "512", "--strategis", "pad"),
+        ("tokenize", "--inputs", "x", "--on-eror=skip"),
+        ("train-tokenizer", "--input", "x", "--typ", "bpe-json"),
+        ("import", "x", "--output-prefix", "y", "--link", "copi"),
+    ],
+    ids=" ".join,
+)
+def test_words_of_the_command_line(words: tuple[str, ...]) -> None:
+    """One line; the word that is meant is another error, or none."""
+    for _ in words:
+        done = build(*words)
+        match = re.search(r"(\S+); did you mean '(\S+)'\?", done.stderr)
+        if match is None:
+            break
+        assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+        wrong = match[1].strip("'")
+        wrong = re.search(r"'(\S+)' is unknown", done.stderr)[1] if wrong == "unknown" else wrong  # type: ignore[index]
+        changed = tuple(re.sub(f"^{re.escape(wrong)}(?==|$)", match[2], word) for word in words)
+        assert changed != words, done.stderr
+        words = changed
+    else:
+        pytest.fail(f"the remedies of {words} do not end")
+    assert "unknown" not in done.stderr
+
+
+def test_names_of_strategies_and_orders() -> None:
+    for name in STRATEGIES:
+        with pytest.raises(ConfigError) as error:
+            find_strategy(name[:-1])
+        find_strategy(re.search("did you mean '(.*)'", str(error.value))[1])  # type: ignore[index]
+    index = pack(np.arange(1, 100), buckets=[64])
+    with pytest.raises(ConfigError, match="did you mean 'uniform'") as error:
+        Schedule(index, tokens_per_step=64, order="unifrom")
