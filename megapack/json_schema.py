@@ -64,7 +64,8 @@ def _of_class(cls: type, definitions: dict[str, Any]) -> dict[str, Any]:
         if field.default is dataclasses.MISSING and not has_factory:
             required.append(field.name)
         elif isinstance(field.default, (bool, int, float, str, tuple)):
-            schema["default"] = field.default
+            is_tuple = isinstance(field.default, tuple)
+            schema["default"] = list(field.default) if is_tuple else field.default
         if field.name in meanings:
             schema["description"] = " ".join(meanings[field.name].split())
         properties[field.name] = schema

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import re
 import subprocess
@@ -16,8 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from programs import PYTHON, ended
 
+import megapack
 from megapack.cli import arguments
-from megapack.cli.main import COMMANDS, main
+from megapack.cli.main import COMMANDS, build_parser, main
 from megapack.errors import ConfigError, DataError, FormatError
 from megapack.storage import IndexedDatasetBuilder
 from megapack.units import counted, parse_size, percent, short, size
@@ -34,11 +36,45 @@ def test_help_of_every_command_has_examples(name: str) -> None:
     assert f"megapack-build {name} " in printed(name, "--help").split("\n\n", 1)[1]
 
 
-PROGRAM = (sys.executable, "-m", "megapack.cli.main")
+PROGRAM = (sys.executable, "-m", "megapack")
 
 
 def test_runs_as_a_program() -> None:
     assert ended(*PROGRAM, "--version").stdout.startswith("megapack ")
+
+
+# Program -> a command line with an option that does not exist, the option that was meant.
+PROGRAMS = {
+    "megapack": ("pack x --bukets 512", "--buckets"),
+    "megapack.training.pretrain": ("--confg demo_cpu", "--config"),
+    "megapack.attention.leak_table": ("llama --atention sdpa", "--attention"),
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_every_program_names_the_option_that_was_meant(program: str) -> None:
+    words, meant = PROGRAMS[program]
+    done = ended(sys.executable, "-m", program, *words.split(), status=2)
+    assert f"did you mean '{meant}'?" in done.stderr and done.stderr.count("\n") == 1
+    version = ended(sys.executable, "-m", program, "--version").stdout
+    assert version == f"megapack {megapack.__version__}\n"
+
+
+def test_completion_knows_every_option_of_every_command() -> None:
+    if importlib.util.find_spec("shtab") is None:
+        said = ended(*PROGRAM, "--print-completion", "bash", status=2).stderr
+        assert "needs the package shtab" in said and said.count("\n") == 1
+        pytest.skip("needs shtab")
+    for shell in ("bash", "zsh", "tcsh"):
+        script = ended(*PROGRAM, "--print-completion", shell).stdout
+        assert all(name in script for name in COMMANDS)
+        assert "--padding-threshold" in script
+    assert ended(*PROGRAM, "--print-completion", "fish", status=2).stderr.count("\n") == 1
+
+
+def test_every_command_prints_json() -> None:
+    options = {name: build_parser(name)._option_string_actions for name in COMMANDS}
+    assert not [name for name, known in options.items() if "--json" not in known]
 
 
 @pytest.mark.parametrize("arguments", ["", "pack --help", "inspect DATA", "inspect DATA --json"])

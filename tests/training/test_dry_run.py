@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,14 @@ import yaml
 from megapack.config import load_config
 from megapack.data import BucketBatchSampler
 from megapack.errors import ConfigError, ResumeError
-from megapack.training.command import read_config
-from megapack.training.config import PretrainConfig
+from megapack.training.command import RECIPES, check_hub, read_config
+from megapack.training.config import ModelConfig, PretrainConfig
 from megapack.training.dry_run import dry_run
 from megapack.training.engine.directory import CheckpointManifest
 from megapack.training.engine.inputs import Inputs, check_run, run_record
 from megapack.training.model.flops import ModelFlops
 from megapack.training.monitoring.monitor import StepWork
+from megapack.training.pretrain import planned_model
 
 from .conftest import Corpus, blend_config, drawn_from, write_blend
 from .packing_helpers import plain
@@ -205,10 +207,45 @@ def test_recipes_with_several_micro_steps_mix_by_micro_step(name: str) -> None:
 )
 def test_qwen3_is_planned_without_data(name: str, parameters: int, active: float) -> None:
     """Sizes equal the published ones; 8 of 128 experts count as work, embeddings do not."""
-    config = read_config(name, ["model.vocab_size=151936"])
+    config = read_config(name)
     plan = dry_run(config, world_size=64, device="H100", lengths="lognormal:999,603,1e4")
     assert f"{parameters:,} parameters" in plan and "GiB" in plan and "hours" not in plan
     (flop,) = re.findall(r"\((\S+) per step\)", plan)[-1:]
     per_token = float(flop) / config.data.tokens_per_step / 6
     assert active < per_token < 1.35 * active, "the difference is attention"
     assert ("load-balancing loss of 128 experts" in plan) == ("a3b" in name)
+
+
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if not name.startswith("qwen3")])
+def test_every_recipe_is_planned_from_lengths_alone(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No data, no further keys, no network; the checkpoint of a recipe is planned as a preset."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    config = read_config(recipe)
+    model = planned_model(config.model, from_lengths=True)
+    plan = dry_run(replace(config, model=model), lengths="lognormal:999,603,2e4")
+    assert "(assumed, see model.vocab_size)" in plan and "tokens: " in plan
+    assert (model.preset == "qwen2.5_1.5b") == (recipe == "continual_qwen2.5")
+    assert "1,543,714,304 parameters" in plan or model.preset != "qwen2.5_1.5b"
+
+
+def test_names_of_a_hub_that_does_not_answer_are_refused_before_torch_is_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")  # the check sets it, and this restores it
+    monkeypatch.setattr("megapack.training.command.getproxies", dict)
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        for model in (
+            {"preset": "llama_tiny", "tokenizer": "nobody/no-such-tokenizer"},
+            {"pretrained": "nobody/no-such-model"},
+            {"config": "no/folder/here"},
+        ):
+            with pytest.raises(ConfigError, match=r"is no file or folder here.*the hub does not"):
+                check_hub(ModelConfig(**model))
+            check_hub(ModelConfig(preset="llama_tiny", tokenizer=str(Path(__file__).parent)))
+        monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+        server.listen()
+        check_hub(ModelConfig(pretrained="nobody/no-such-model"))
