@@ -86,8 +86,29 @@ def test_yaml_overrides_and_round_trip(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["seed", "=3", "seed.deeper=1"])
 def test_malformed_overrides_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="override"):
+    with pytest.raises(ConfigError, match="--set "):
         apply_overrides({"seed": 1}, [text])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "blamed"),
+    [
+        (["seed=1", "sede=2"], "--set sede=2: unknown key 'sede'; did you mean 'seed'?"),
+        (["optimizer.schedul=linear"], "--set optimizer.schedul=linear: optimizer: unknown key"),
+        (["seed=1", "seed=x", "buckets=[1]"], "--set seed=x: seed is 'x'; it must be"),
+        (["seed=1"], "run.yaml: missing key 'buckets'"),
+    ],
+)
+def test_an_error_names_the_override_that_causes_it(
+    tmp_path: Path, overrides: list[str], blamed: str
+) -> None:
+    """And the file, if no override does."""
+    path = tmp_path / "run.yaml"
+    buckets = "" if "run.yaml" in blamed else "buckets: [1024]\n"
+    path.write_text(f"{buckets}optimizer: {{learning_rate: 3e-4}}\n")
+    with pytest.raises(ConfigError) as error:
+        load_config(Outer, path, overrides)
+    assert str(error.value).removeprefix(f"{tmp_path}/").startswith(blamed)
 
 
 def test_a_file_that_is_not_a_mapping_is_refused(tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ PACKAGE = ROOT / "megapack"
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
 # Package -> packages that it may import (also itself and the ground floor).
-GROUND = {"errors", "calls", "command_line", "config", "records", "units", "devices", "executors"}
-GROUND |= {"_core", "__version__"}
+GROUND = {"errors", "calls", "command_line", "config", "json_schema", "records", "units"}
+GROUND |= {"devices", "executors", "_core", "__version__"}
 MAY_IMPORT: dict[str, set[str]] = {
     "storage": set(),
     "tokenization": {"storage"},

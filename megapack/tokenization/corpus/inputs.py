@@ -275,11 +275,12 @@ def _refuse_if_most_are_skipped(name: str, paths: list[str], others: list[str]) 
         return
     skipped, taken = (sum(Path(path).stat().st_size for path in part) for part in (others, paths))
     if skipped > taken:
-        found = collections.Counter(filter(None, map(_suffix_of, [*paths, *others])))
-        every = " ".join(suffix for suffix, _ in found.most_common(_SHOWN))
+        read = " ".join(dict.fromkeys(map(_suffix_of, paths)))
+        most = collections.Counter(map(_suffix_of, others)).most_common(1)[0][0]
         raise ConfigError(
             f"directory {name}: only {_by_suffix(paths)} would be read, and "
-            f"{_by_suffix(others)} skipped; choose with --suffix, as in --suffix {every}"
+            f"{_by_suffix(others)} skipped; give --suffix {read} to read only these"
+            + (f", or --suffix {read} {most}" if most else "")
         )
 
 

@@ -184,7 +184,7 @@ def test_linked_folders_are_followed_and_loops_end(tmp_path: Path) -> None:
 
 
 def test_other_files_of_a_folder_are_counted_by_suffix(tmp_path: Path) -> None:
-    (tmp_path / "only.json").write_text("{}\n")
+    (tmp_path / "only.json").write_text("{}\n" * 9999)  # most of the bytes
     for i in range(751):
         (tmp_path / f"{i}.rst").write_text("text")
     for name in ("a.tar.gz", "LICENSE", ".hidden"):
