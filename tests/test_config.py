@@ -96,7 +96,7 @@ def test_malformed_overrides_are_refused(text: str) -> None:
         (["seed=1", "sede=2"], "--set sede=2: unknown key 'sede'; did you mean 'seed'?"),
         (["optimizer.schedul=linear"], "--set optimizer.schedul=linear: optimizer: unknown key"),
         (["seed=1", "seed=x", "buckets=[1]"], "--set seed=x: seed is 'x'; it must be"),
-        (["seed=1"], "run.yaml: missing key 'buckets'"),
+        (["seed=1"], "run.yaml: unknown key 'sede'; did you mean 'seed'?"),
     ],
 )
 def test_an_error_names_the_override_that_causes_it(
@@ -104,8 +104,8 @@ def test_an_error_names_the_override_that_causes_it(
 ) -> None:
     """And the file, if no override does."""
     path = tmp_path / "run.yaml"
-    buckets = "" if "run.yaml" in blamed else "buckets: [1024]\n"
-    path.write_text(f"{buckets}optimizer: {{learning_rate: 3e-4}}\n")
+    wrong = "sede: 2\n" if "run.yaml" in blamed else ""
+    path.write_text(f"{wrong}buckets: [1024]\noptimizer: {{learning_rate: 3e-4}}\n")
     with pytest.raises(ConfigError) as error:
         load_config(Outer, path, overrides)
     assert str(error.value).removeprefix(f"{tmp_path}/").startswith(blamed)
