@@ -54,8 +54,9 @@ def checked_call(function: F) -> F:
     Raises ArgumentError, which is a ConfigError, a ValueError and a TypeError.
     """
     if isinstance(function, type):
-        setattr(function, "__init__", checked_call(function.__init__))  # noqa: B010 (for mypy)
-        return typing.cast("F", function)
+        cls: Any = function
+        cls.__init__ = checked_call(vars(cls)["__init__"])
+        return function
     subject = function.__qualname__.removesuffix(".__init__")
 
     @functools.cache  # at the first call, when all names of the hints exist

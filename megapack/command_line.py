@@ -25,7 +25,8 @@ class Parser(argparse.ArgumentParser):
     """Parser of a command; a wrong command line ends it with status 2 and one line."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        super().__init__(*args, **options)
+        self.formatter_class = argparse.RawDescriptionHelpFormatter
 
     def parse_args(  # type: ignore[override]  # megapack passes no namespace
         self, args: Sequence[str] | None = None, namespace: None = None

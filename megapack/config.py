@@ -44,24 +44,27 @@ def load_config(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -
     where = str(path)
     if not isinstance(tree, dict):
         return from_dict(cls, tree, where=where)
-    error = _error(cls, apply_overrides(tree, overrides), where)
-    if error is not None:
+    problem = _problem(cls, apply_overrides(tree, overrides), where)
+    if problem is not None:
         # The overrides without which the error would be another one, or none, are to blame.
         others = [[*overrides[:i], *overrides[i + 1 :]] for i in range(len(overrides))]
-        without = [_error(cls, apply_overrides(tree, each), where) for each in others]
+        without = [_problem(cls, apply_overrides(tree, each), where) for each in others]
         blamed = [
-            f"--set {o}" for o, e in zip(overrides, without, strict=True) if str(e) != str(error)
+            f"--set {override}"
+            for override, other in zip(overrides, without, strict=True)
+            if other != problem
         ]
-        problem = str(error).removeprefix(f"{where}: ")
-        raise ConfigError(f"{' '.join(blamed)}: {problem}") if blamed else error
+        if blamed:
+            problem = f"{' '.join(blamed)}: {problem.removeprefix(f'{where}: ')}"
+        raise ConfigError(problem)
     return from_dict(cls, apply_overrides(tree, overrides), where=where)
 
 
-def _error(cls: type[Any], tree: Mapping[str, Any], where: str) -> ConfigError | None:
+def _problem(cls: type[Any], tree: Mapping[str, Any], where: str) -> str | None:
     try:
         from_dict(cls, tree, where=where)
     except ConfigError as error:
-        return error
+        return str(error)
     return None
 
 

@@ -63,9 +63,10 @@ def _of_class(cls: type, definitions: dict[str, Any]) -> dict[str, Any]:
         has_factory = field.default_factory is not dataclasses.MISSING
         if field.default is dataclasses.MISSING and not has_factory:
             required.append(field.name)
-        elif isinstance(field.default, (bool, int, float, str, tuple)):
-            is_tuple = isinstance(field.default, tuple)
-            schema["default"] = list(field.default) if is_tuple else field.default
+        elif isinstance(field.default, tuple):
+            schema["default"] = list(field.default)
+        elif isinstance(field.default, (bool, int, float, str)):
+            schema["default"] = field.default
         if field.name in meanings:
             schema["description"] = " ".join(meanings[field.name].split())
         properties[field.name] = schema

@@ -30,6 +30,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import islice
 from math import isqrt, lcm
 from typing import Any, Literal
 
@@ -265,20 +266,16 @@ def check_micro_batches(
     if found is None:
         return
     sizes, fewer = _divisors(draw_tokens, tokens), range(num_ranks - 1, 0, -1)
-    remedies = [
-        next((f"{name} to {v}" for v in values if problem(*fits(v), pad_last) is None), None)
-        for name, values, fits in (
-            ("micro_batch_tokens", sizes, lambda size: (num_ranks, size)),
-            ("the number of ranks", fewer, lambda ranks: (ranks, tokens)),
-        )
-    ]
+    fitting = [f"micro_batch_tokens to {n}" for n in sizes if not problem(num_ranks, n, pad_last)]
+    ranks_that_fit = (n for n in fewer if not problem(n, tokens, pad_last))
+    remedies = fitting[:1] + [f"the number of ranks to {n}" for n in islice(ranks_that_fit, 1)]
     if problem(num_ranks, tokens, True) is None:
         remedies.append("pad_last to true, which gives some ranks an empty micro batch")
-    if not any(remedies):
-        pairs = ((ranks, size) for ranks in fewer for size in sizes)
-        ranks, size = next((pair for pair in pairs if problem(*pair, pad_last) is None), (1, 0))
+    if not remedies:
+        pairs = ((n, size) for n in fewer for size in sizes if not problem(n, size, pad_last))
+        ranks, size = next(pairs, (1, draw_tokens))
         remedies = [f"the number of ranks to {ranks} and micro_batch_tokens to {size}"]
-    raise ConfigError(f"{found}; set {', or '.join(filter(None, remedies))}")
+    raise ConfigError(f"{found}; set {', or '.join(remedies)}")
 
 
 @checked_call

@@ -89,7 +89,7 @@ def planned_model(model: ModelConfig, *, from_lengths: bool) -> ModelConfig:
         if not from_lengths or preset not in PRESETS:
             raise
         print(f"note: {model.pretrained} is planned as model.preset={preset}", file=sys.stderr)
-        return replace(model, pretrained=None, allow_missing=False, preset=preset)
+        return replace(model, pretrained=None, allow_missing=(), preset=preset)
     return model
 
 

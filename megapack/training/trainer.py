@@ -120,8 +120,8 @@ def probed_labels(batch: Mapping[str, Any]) -> torch.Tensor:
     kept = (positions < 4) | (positions % 64 == 0) | (positions >= lengths - 3)
     kept |= (positions - lengths // 2).abs() <= 2
     few = labels.masked_fill(~kept.view_as(labels), IGNORED_LABEL)
-    documents, kept_documents = (of_token[each.flatten() >= 0].unique() for each in (labels, few))
-    return few if len(documents) == len(kept_documents) else labels
+    with_labels, kept_documents = ({*of_token[x.flatten() >= 0].tolist()} for x in (labels, few))
+    return few if with_labels == kept_documents else labels
 
 
 class Trainer:

@@ -94,7 +94,7 @@ class PlannedSteps(Dataset[list[dict[str, Any]]]):
     ) -> None:
         self.documents, self.documents_per_step = documents, documents_per_step
         self.rank, self.loss, self.shuffle, self.seed = rank, loss, shuffle, seed
-        self._planning = {
+        self._planning: dict[str, Any] = {
             "num_ranks": num_ranks,
             "max_tokens_per_rank": max_tokens_per_rank,
             "balance": balance,

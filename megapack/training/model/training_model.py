@@ -209,7 +209,7 @@ class TrainingModel(nn.Module):
             teacher = Teacher(*tables, self.distill.alpha, self.distill.temperature)
         targets = labels.flatten()
         weights = None if label_weights is None else label_weights.flatten()
-        labeled = slice(None)
+        labeled: Any = slice(None)
         if few_labels:
             labeled = (targets != IGNORED_LABEL).nonzero()[:, 0]
             weights = None if weights is None else weights[labeled]
