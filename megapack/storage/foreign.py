@@ -291,7 +291,6 @@ def _llm_c(path: Path, _: DTypeLike | None) -> Foreign:
 
 
 def _npy(path: Path, _: DTypeLike | None) -> Foreign:
-    open_regular(path).close()
     array = open_npy(path)
     if array.ndim != 1:
         raise FormatError(f"{path} has shape {array.shape}; tokens are 1-D")

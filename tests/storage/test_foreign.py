@@ -397,6 +397,10 @@ def test_concatenated_npy_files_are_refused_everywhere(folder: Path) -> None:
         with pytest.raises(FormatError, match=r"two.npy has 134 bytes after its array"):
             read("two.npy")
     refused("two.npy", FormatError, "numpy.concatenate", eod_token=0)
+    os.mkfifo("fifo.npy")  # nobody will ever write to it
+    for read in (open_npy, read_documents, read_lengths_file):
+        with pytest.raises(FormatError, match=r"fifo.npy is not a regular file"):
+            read("fifo.npy")
     np.save("column.npy", np.asfortranarray(np.arange(6, dtype=np.uint16).reshape(2, 3)))
     np.save("scalar.npy", np.uint16(3))
     np.save("object.npy", np.array([1, None], object), allow_pickle=True)
