@@ -21,7 +21,7 @@ from megapack.config import load_config, to_dict
 from megapack.data.resume import check_record, flatten, is_within, tokenizer_digest
 from megapack.errors import ConfigError, FormatError, ResumeError
 from megapack.packing import pack
-from megapack.storage import IndexedDataset, IndexedDatasetBuilder
+from megapack.storage import IndexedDataset, IndexedDatasetBuilder, metadata
 from megapack.storage.column_edits import add_column
 from megapack.storage.columns import INTERPRETED
 from megapack.training.config import PretrainConfig
@@ -250,8 +250,11 @@ def test_first_start_compares_tokens_with_their_meta_file(corpus: Corpus, tmp_pa
     verify_samples(_opened(path, "model.vocab_size=64")[1], world)
 
 
-@pytest.mark.parametrize("change", ["rename", "in place", "samples", "touch"])
-def test_running_run_detects_changed_files(change: str, corpus: Corpus, tmp_path: Path) -> None:
+@pytest.mark.parametrize("change", ["rename", "in place", "one byte", "samples", "touch"])
+def test_running_run_detects_changed_files(
+    change: str, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metadata, "SAMPLED_BYTES", 2)  # the file is far below 1 MiB
     for file in corpus.directory.glob("train*"):
         shutil.copy(file, tmp_path)
     data = {"valid_prefix": str(corpus.valid)}
@@ -272,6 +275,12 @@ def test_running_run_detects_changed_files(change: str, corpus: Corpus, tmp_path
     elif change == "in place":
         with target.open("r+b") as file:
             file.write(tokens.tobytes())
+    elif change == "one byte":  # between sampled blocks
+        with target.open("r+b") as file:
+            file.seek(16)
+            byte = file.read(1)[0]
+            file.seek(16)
+            file.write(bytes([byte ^ 1]))
     elif change == "samples":
         lengths = IndexedDataset(tmp_path / "train").document_lengths
         pack(lengths, "bucket", buckets=[64, 128]).save(tmp_path / "train.samples", overwrite=True)
