@@ -182,8 +182,8 @@ class ScheduleOfRun(transformers.TrainerCallback, ExportableState):  # type: ign
     """Save the settings and data of a run in trainer_state.json, and compare them when it resumes.
 
     Raises ResumeError if the samples of earlier steps, the configuration of the model with its
-    attention and dtype, the tokenizer, the bytes of the data, or the training arguments differ.
-    Logs a warning if the learning rate differs.
+    attention, dtype, adapters and trained parameters, the tokenizer, the bytes of the data, the
+    optimizer or the training arguments differ. Logs a warning if the learning rate differs.
     """
 
     schedule: Schedule | None = None
@@ -289,7 +289,8 @@ class PackedTrainerMixin:
     Every rank has its own loader. A resume skips the micro batches of earlier steps without
     gathering them. It may use a different number of ranks: change ``gradient_accumulation_steps``
     accordingly, and steps keep their samples. It raises ResumeError if the samples of earlier steps
-    changed (corpus or schedule), or model, tokenizer, data content or a training argument.
+    changed (corpus or schedule), or model, tokenizer, data content, optimizer, loss function or a
+    training argument.
 
     Attributes:
         probe: before training, check the model on two early micro batches (seven forward passes,
