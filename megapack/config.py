@@ -24,7 +24,7 @@ from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type
 import yaml
 
 from megapack.calls import nearest
-from megapack.errors import ConfigError
+from megapack.errors import ConfigError, check_name
 
 T = TypeVar("T")
 
@@ -305,6 +305,8 @@ def _convert_scalar(hint: Any, value: Any, where: str) -> Any:
     if hint is float and isinstance(value, (int, str)) and not isinstance(value, bool):
         with suppress(ValueError, OverflowError):
             value = float(value)  # YAML reads 3e-4 (no dot) as a string
+    if isinstance(value, str):
+        check_name(value, f"{where}:")
     if hint is Path and isinstance(value, str):
         return Path(value)
     accepted = isinstance(value, hint) and not (hint is int and isinstance(value, bool))

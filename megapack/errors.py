@@ -65,6 +65,19 @@ class RankMismatchError(MegapackError, RuntimeError):
     """Ranks of one job compute different contents of a step."""
 
 
+def check_name(name: str, what: str = "the name") -> None:
+    """Raise ConfigError for text that file names (NUL) or metadata (not UTF-8) cannot contain."""
+    shown = name.encode(errors="backslashreplace").decode()
+    if shown != name:
+        shown = shown.replace(r"\udc", r"\x")  # undecodable bytes
+        raise ConfigError(
+            f"{what} {shown} is not UTF-8, so metadata cannot contain it: rename it, for example "
+            "with convmv -f latin1 -t utf8"
+        )
+    if "\0" in name:
+        raise ConfigError(f"{what} {name!r} contains NUL, which no file name can: remove it")
+
+
 class MegapackWarning(UserWarning):
     """A request is fulfilled in another way, or costs more than necessary."""
 

@@ -66,6 +66,8 @@ class Anything:
         ({"weights": {"web": True}}, "weights: web is True; it must be of type float"),
         ({"weights": {"web": float("nan")}}, "weights: web is nan; it must be a finite number"),
         ({"weights": {3: 1.0}}, "weights: key is 3; it must be of type str"),
+        ({"output": "a\0b"}, r"output: 'a\\x00b' contains NUL, which no file name can: remove it"),
+        ({"weights": {"a\ud800": 1.0}}, r"weights: key: a\\ud800 is not UTF-8"),
     ],
 )
 def test_wrong_keys_and_values_are_named_with_the_remedy(tree: dict, message: str) -> None:

@@ -23,7 +23,7 @@ from typing import TextIO
 
 from megapack.calls import nearest
 from megapack.command_line import Parser, add_program_options
-from megapack.errors import MegapackError, exit_code, printable_output, redacted
+from megapack.errors import MegapackError, check_name, exit_code, printable_output, redacted
 
 # command -> (module with add_arguments(parser) and run(args) -> exit status or None, help line);
 # only the module of the chosen command is imported
@@ -123,11 +123,8 @@ def _fill(parser: Parser, name: str) -> Parser:
 def _run(name: str, arguments: list[str]) -> int:
     debug = "--debug" in arguments
     try:
-        # Imported here, so that --help and --version do not wait for NumPy.
-        from megapack.tokenization.corpus.inputs import require_utf8  # noqa: PLC0415
-
         for argument in arguments:
-            require_utf8(argument)
+            check_name(argument)
         args = build_parser(name).parse_args(arguments)
         return int(importlib.import_module(COMMANDS[name][0]).run(args) or 0)
     except (MegapackError, ValueError, OSError) as error:

@@ -6,6 +6,7 @@ steps already taken, but only report changes to later steps.
 
 - ``identity``, ``check_state``, ``resume_step``: everything that determines the order of samples.
 - ``check_record``: a record, flat keys of everything else that determines a run.
+- ``refuse_damage``: the errors of both for a state whose values do not have the saved types.
 
     check_state({..., "seed": 8}, {..., "seed": 7, "step": 100})
     # -> ResumeError: this run would not see the samples the checkpoint's run would have seen: seed
@@ -17,6 +18,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +29,7 @@ from megapack.data.program import skipped_pieces
 from megapack.data.sources import SampleSource
 from megapack.data.stage_settings import STAGE_FIELDS, Program, StageSettings, Weights, drawn_by
 from megapack.data.steps import ScheduleConfig, order_named
-from megapack.errors import ResumeError
+from megapack.errors import MegapackError, ResumeError
 from megapack.storage.columns import INTERPRETED
 
 if TYPE_CHECKING:
@@ -282,6 +284,7 @@ def _tokens(stages: Sequence[dict[str, Any]], step: int) -> int:
 _READ_SHARDS = 64  # per source, in ``content_digests``
 # Fields of a transformers configuration that name its origin, not the model.
 _ORIGIN = ("transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype")
+_ORIGIN += ("base_model_name_or_path", "revision", "peft_version", "inference_mode")
 
 
 def content_digests(data: PackedDataset) -> dict[str, list[Any]]:
@@ -307,10 +310,14 @@ def content_digests(data: PackedDataset) -> dict[str, list[Any]]:
     return digests
 
 
-def model_record(architecture: Any) -> dict[str, Any]:
-    """Return every field of a transformers configuration as ``model.<field>``; JSON."""
+def model_record(architecture: Any, prefix: str = "model.") -> dict[str, Any]:
+    """Return every field of a configuration of transformers or PEFT under ``prefix``; JSON."""
+
+    def plain(value: Any) -> Any:
+        return sorted(map(str, value)) if isinstance(value, (set, frozenset)) else str(value)
+
     tree = {name: v for name, v in architecture.to_dict().items() if name not in _ORIGIN}
-    leaves: dict[str, Any] = json.loads(json.dumps(flatten(tree, "model."), default=str))
+    leaves: dict[str, Any] = json.loads(json.dumps(flatten(tree, prefix), default=plain))
     return leaves
 
 
@@ -340,7 +347,7 @@ def check_record(
     allow_change: Collection[str] = (),
     *,
     is_branch: bool = False,
-    option: str = "checkpoint.allow_change",
+    option: str | None = "checkpoint.allow_change",
 ) -> list[str]:
     """Compare the record of a checkpoint with that of this run; return a sentence for every
     difference that is allowed.
@@ -351,7 +358,7 @@ def check_record(
         allow_change: keys, sections of keys, or last parts of keys that may differ.
         is_branch: the run starts from another run's checkpoint in order to differ from there on:
             only the model, the tokenizer and the data must be the same.
-        option: name of ``allow_change`` in the message.
+        option: name of ``allow_change`` in the message; None: there is no such option.
 
     Raises ResumeError for other differences; it names each with both values.
     """
@@ -382,10 +389,10 @@ def check_record(
         else:
             refused[key] = text
     if refused:
+        allow = f", or set {option}=[{','.join(refused)}] to continue with the new ones"
         raise ResumeError(
             f"this run would not continue the checkpoint's run: {'; '.join(refused.values())}. "
-            f"Restore the former configuration or files, or set {option}=[{','.join(refused)}] to "
-            "continue with the new ones"
+            f"Restore the former configuration or files{allow if option else ''}"
         )
     return changes
 
@@ -404,6 +411,8 @@ def _content_difference(then: State, now: State) -> tuple[State, State]:
     """Return the sources that both runs have and whose bytes differ."""
 
     def differs(name: str) -> bool:
+        if len(then[name]) != len(now[name]):
+            return True
         for saved, present in zip(then[name], now[name], strict=True):
             if (saved is None) != (present is None):
                 return True  # a column was added or removed
@@ -415,6 +424,20 @@ def _content_difference(then: State, now: State) -> tuple[State, State]:
 
     differing = sorted(filter(differs, then.keys() & now.keys()))
     return {name: then[name] for name in differing}, {name: now[name] for name in differing}
+
+
+@contextmanager
+def refuse_damage(where: str) -> Iterator[None]:
+    """Raise ResumeError if the block fails because a saved state has values of other types."""
+    try:
+        yield
+    except MegapackError:
+        raise
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ResumeError(
+            f"{where} is damaged ({type(error).__name__}: {error}); restore it from a copy, or "
+            "resume from another checkpoint"
+        ) from error
 
 
 def is_within(key: str, names: Collection[str]) -> bool:

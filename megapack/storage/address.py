@@ -16,7 +16,7 @@ import re
 from pathlib import Path
 from urllib.parse import unquote
 
-from megapack.errors import ConfigError, redacted
+from megapack.errors import ConfigError, check_name, redacted
 
 SCHEMES = ("s3", "gs", "az", "https", "http", "file")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
@@ -26,8 +26,10 @@ _GUIDE = "docs/guides/object_storage.md"
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
     """Return whether a path or prefix is an address, not a name in the file system. Raises
-    ConfigError for an unsupported scheme, credentials or a query."""
+    ConfigError for an unsupported scheme, credentials, a query or NUL."""
     text = os.fspath(path)
+    if "\0" in text:
+        check_name(text)
     match = _SCHEME.match(text)
     if match is None:
         if _ONE_SLASH.match(text):

@@ -4,6 +4,8 @@
 - ``KINDS``: the function that reads each kind
 - ``Foreign``: tokens, document bounds and facts of a file, each checked against the file's size
 
+A file next to the tokens that cannot be read, as a link to nothing, is an error, not absent.
+
 ===========  ==================================================================================
 mmididx      .bin/.idx of Megatron, Megatron-DeepSpeed, GPT-NeoX, DeepSpeed or megapack
 datatrove    ``<name>.ds`` with ``.index`` (uint64 document ends, in tokens), ``.metadata``
@@ -75,11 +77,15 @@ def detect(path: str | os.PathLike[str]) -> str:
     if Path(path).is_dir():
         raise FormatError(f"{path} is {recognize(path)}")
     idx_path = path_of(prefix_of(path), ".idx")
-    if idx_path.is_file():
+    if os.path.lexists(idx_path):
         with open_regular(idx_path) as file:
             if file.read(len(MAGIC)) == MAGIC:
                 return "mmididx"
-    if path_of(path, ".index").is_file():
+        raise FormatError(
+            f"{idx_path} is {recognize(idx_path) or 'damaged, or an index of another format'}: "
+            f"restore it, or give --kind flat to split {path} at a separator without it"
+        )
+    if os.path.lexists(path_of(path, ".index")):
         return "datatrove"
     with open_regular(path) as file:
         head = file.read(8)
@@ -87,7 +93,7 @@ def detect(path: str | os.PathLike[str]) -> str:
         return "npy"
     if len(head) == 8 and struct.unpack("<ii", head)[0] in LLM_C_MAGICS:
         return "llm.c"
-    return "dolma" if _bounds_path(Path(path)).is_file() else "flat"
+    return "dolma" if os.path.lexists(_bounds_path(Path(path))) else "flat"
 
 
 # ---- Megatron ------------------------------------------------------------------------------------
@@ -164,11 +170,11 @@ def _datatrove_metadata(path: Path) -> _DatatroveMetadata | None:
     """Read the three lines of ``<path>.metadata``: tokenizer and width, token count, rounded count.
     Return None if the file does not exist."""
     metadata_path = path_of(path, ".metadata")
+    if not os.path.lexists(metadata_path):
+        return None
     try:
         with open_regular(metadata_path) as file:
             lines = file.read().decode().split("\n")
-    except FileNotFoundError:
-        return None
     except UnicodeDecodeError as error:
         raise FormatError(f"{metadata_path} is not text ({error}): restore or remove it") from error
     name, bar, width = lines[0].rpartition("|")
@@ -291,14 +297,14 @@ def _llm_c(path: Path, _: DTypeLike | None) -> Foreign:
 
 
 def _npy(path: Path, _: DTypeLike | None) -> Foreign:
-    open_regular(path).close()
     array = open_npy(path)
     if array.ndim != 1:
         raise FormatError(f"{path} has shape {array.shape}; tokens are 1-D")
-    lengths = _read_bounds(_bounds_path(path)) if _bounds_path(path).is_file() else None
+    bounds_path = _bounds_path(path)
+    lengths = _read_bounds(bounds_path) if os.path.lexists(bounds_path) else None
     if lengths is not None and int(lengths.sum()) != array.size:
         raise FormatError(
-            f"{path} has {array.size} tokens, and {_bounds_path(path).name} documents of "
+            f"{path} has {array.size} tokens, and {bounds_path.name} documents of "
             f"{int(lengths.sum())}: they do not belong together; restore them, or remove it"
         )
     return Foreign(
@@ -341,7 +347,7 @@ class _PlainUnpickler(pickle.Unpickler):
 def _nanogpt_vocab_size(path: Path) -> int | None:
     """Return the vocabulary size in nanoGPT's ``meta.pkl`` next to train.bin and val.bin."""
     meta_path = path.with_name("meta.pkl")
-    if path.name not in ("train.bin", "val.bin") or not meta_path.is_file():
+    if path.name not in ("train.bin", "val.bin") or not os.path.lexists(meta_path):
         return None
     try:
         with open_regular(meta_path) as file:
@@ -401,7 +407,7 @@ def _mask_of(foreign: Foreign) -> Path | None:
     if path.name.startswith("token_ids"):
         candidates.append(path.with_name(path.name.replace("token_ids", "labels_mask", 1)))
     for mask_path in candidates:
-        if mask_path.exists():
+        if os.path.lexists(mask_path):
             with open_regular(mask_path) as file:
                 num_bytes = file_identity(file).num_bytes
             if num_bytes != foreign.num_tokens:

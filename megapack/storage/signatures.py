@@ -38,6 +38,7 @@ _TEXT = (
 )
 _SAVE = "save {} with numpy.save, and import that .npy"
 _UNPACK = "unpack it first: {tool} {path}"
+_RECORDS = "write its texts as JSON Lines and tokenize them, or its tokens with numpy.save"
 
 # First bytes, name, remedy. All have 4 or more bytes: 4 match by chance in one of 4 billion files.
 _MAGICS: tuple[tuple[bytes, str, str], ...] = (
@@ -59,6 +60,28 @@ _MAGICS: tuple[tuple[bytes, str, str], ...] = (
     (b"ORC\x08", "an ORC file", "write its texts as Parquet, and tokenize them"),
     (b"GGUF", "a GGUF model", _NO_TOKENS),
     (b"\x7fELF", "a program", _NO_TOKENS),
+    (
+        b"LITPKDS",
+        "a chunk of lit-llama's packed dataset (TinyLlama, ProLong)",
+        "read its tokens with numpy.fromfile(path, dtype, offset=24), where byte 15 is the code of "
+        "dtype, save them with numpy.save, and import that .npy",
+    ),
+    (bytes.fromhex("83af70d10d884a3f"), "a Riegeli file (ArrayRecord)", _RECORDS),
+    (
+        b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.",
+        "a file of torch.save",
+        _SAVE.format("a tensor"),
+    ),
+    (b"\xff\x06\x00\x00sNaPpY", "a snappy stream", "unpack it first, with python-snappy"),
+    (b"\x02\x21\x4c\x18", "an lz4 stream", _UNPACK.format(tool="lz4 -d", path="{path}")),
+    (b"\x50\x2a\x4d\x18", "a zstd stream", _UNPACK.format(tool="zstd -d", path="{path}")),
+    (b"\x89LZO\0\r\n\x1a\n", "an lzop stream", _UNPACK.format(tool="lzop -d", path="{path}")),
+    (b"Rar!\x1a\x07", "a RAR archive", _UNPACK.format(tool="unrar x", path="{path}")),
+    (b"PK\x05\x06", "an empty zip archive", _NO_TOKENS),
+    (b"version https://git-lfs", "a pointer of Git LFS", "fetch the file: git lfs pull"),
+    (b"<!DOCTYPE", "a page of a web server", "download the file again"),
+    (b"<!doctype", "a page of a web server", "download the file again"),
+    (b"<html", "a page of a web server", "download the file again"),
 )
 
 _TOKENIZE = (
@@ -78,10 +101,10 @@ def recognize(path: str | os.PathLike[str]) -> str | None:
     path = Path(path)
     if path.is_dir():
         return _recognize_folder(path)
-    if path.suffix == ".mds" or path.name == "index.json":
+    if ".mds" in path.suffixes or path.name == "index.json":  # also shard.00000.mds.br
         folder = _indexed_folder(path.parent)
-        if folder is not None:
-            return folder
+        if folder is not None or path.suffix != ".json":
+            return folder or "a shard of MDS without its index.json: download the whole folder"
     with open_regular(path) as file:
         size = file_identity(file).num_bytes
         head = file.read(_HEAD_BYTES)
@@ -95,6 +118,7 @@ def recognize(path: str | os.PathLike[str]) -> str | None:
         _llm_c(head)
         or _compressed(path, head)
         or _tar(path, head)
+        or _tfrecord(head)
         or _safetensors(head, size)
         or _pickle(head, tail)
         or _shard(path, head, size)
@@ -118,11 +142,17 @@ def _llm_c(head: bytes) -> str | None:
 
 
 def _compressed(path: Path, head: bytes) -> str | None:
-    """Recognize gzip and bzip2. Gzip's 3 bytes prove little, so its stream must decompress."""
+    """Recognize gzip, zlib and bzip2. Their 2 or 3 bytes prove little, so a stream must
+    decompress."""
     if head.startswith(b"\x1f\x8b\x08"):
         with contextlib.suppress(zlib.error):
             zlib.decompressobj(31).decompress(head)
             return f"a gzip stream: unpack it first: gunzip -k {shlex.quote(str(path))}"
+    if head[:2] in (b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda"):
+        with contextlib.suppress(zlib.error):
+            stream = zlib.decompressobj()
+            if len(stream.decompress(head)) >= 64:
+                return "a zlib stream: unpack it first, with Python's zlib.decompress"
     if head.startswith(b"BZh") and head[4:10] == b"1AY&SY":
         return f"a bzip2 stream: unpack it first: bunzip2 -k {shlex.quote(str(path))}"
     return None
@@ -147,6 +177,22 @@ def _tar(path: Path, head: bytes) -> str | None:
         if any(name.endswith(ending) for name in names):
             return f"{kind}: {_TAR_TEXT.format(line=line, ending=ending, path=quoted)}"
     return f"{kind}: unpack it first: tar xf {quoted}"
+
+
+def _tfrecord(head: bytes) -> str | None:
+    """Recognize TFRecord by the masked CRC-32C of its first length."""
+    if len(head) < 16 or int.from_bytes(head[:8], "little") >= 1 << 40:
+        return None
+    remainder = 0xFFFFFFFF
+    for byte in head[:8]:
+        remainder ^= byte
+        for _ in range(8):
+            remainder = remainder >> 1 ^ (0x82F63B78 if remainder & 1 else 0)
+    checksum = remainder ^ 0xFFFFFFFF
+    masked = ((checksum >> 15 | checksum << 17) + 0xA282EAD8) & 0xFFFFFFFF
+    return (
+        f"a TFRecord file: {_RECORDS}" if masked == int.from_bytes(head[8:12], "little") else None
+    )
 
 
 def _safetensors(head: bytes, size: int) -> str | None:

@@ -66,6 +66,7 @@ def _to_array(tokens: Any) -> NDArray[Any]:
 def open_npy(path: str | os.PathLike[str]) -> np.memmap[Any, Any]:
     """Map the array of a .npy file for reading. Raises FormatError if the file is not a .npy file,
     is truncated, contains Python objects, or continues after the array (a second array)."""
+    open_regular(path).close()  # a FIFO would block
     try:
         array = np.lib.format.open_memmap(Path(path), mode="r")
     except OSError:

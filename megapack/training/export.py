@@ -20,7 +20,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 from megapack.config import load_config
-from megapack.data.resume import check_record, model_record
+from megapack.data.resume import check_record, model_record, refuse_damage, tokenizer_digest
 from megapack.errors import ConfigError, ResumeError
 from megapack.training.command import (
     add_overrides,
@@ -31,7 +31,7 @@ from megapack.training.command import (
 from megapack.training.config import PretrainConfig
 from megapack.training.engine.checkpoint import CheckpointStore
 from megapack.training.engine.deepspeed_config import zero_3_configuration
-from megapack.training.engine.directory import RunDirectory, step_of
+from megapack.training.engine.directory import MANIFEST, RunDirectory, step_of
 from megapack.training.engine.engine import start_engine
 from megapack.training.engine.export import end_token, export_model, tokenizer_of
 from megapack.training.engine.inputs import Inputs
@@ -80,7 +80,7 @@ def export(
         raise ConfigError(f"{config.run_dir} keeps no average of weights (optimizer.ema_decay)")
     inputs = Inputs(config)
     architecture = model_configuration(config.model, inputs.vocab_size)
-    fields = model_record(architecture)
+    fields, tokenizer = model_record(architecture), tokenizer_of(config.model)
     zero_3 = zero_3_configuration(config, world.size)
     model, _ = open_model(
         config.model, config.engine, architecture, device=world.device, zero_3=zero_3
@@ -94,13 +94,16 @@ def export(
         known = ", ".join(str(step_of(tag)) for tag in store.tags())
         raise ResumeError(f"{checkpoints} has no such checkpoint (its steps: {known or 'none'})")
     # Compare fields: a different rope_theta or hidden_act does not change the shapes.
-    saved = resume.manifest.state.get("run")
-    check_record({**(saved or {}), **fields}, saved, config.checkpoint.allow_change)
+    with refuse_damage(f"the state in {MANIFEST} of {resume.tag}"):
+        saved = resume.manifest.state.get("run")
+        if saved and saved["model.tokenizer"] is not None:  # a run without one may export any
+            fields["model.tokenizer"] = tokenizer and tokenizer_digest(tokenizer)
+        check_record({**(saved or {}), **fields}, saved, config.checkpoint.allow_change)
     engine = start_engine(model, config, world)
     store.load(engine, resume)
     end = end_token(inputs.data.datasets)
     with engine.weight_average.in_model() if args.average else nullcontext():
-        export_model(engine, output, world, tokenizer=tokenizer_of(config.model), end=end)
+        export_model(engine, output, world, tokenizer=tokenizer, end=end)
     return resume.tag
 
 

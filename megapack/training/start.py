@@ -18,14 +18,20 @@ import torch
 
 from megapack.attention import choose_backend
 from megapack.config import from_dict, to_dict
-from megapack.data.resume import ORDER_FIELDS, check_record, rate_change
+from megapack.data.resume import ORDER_FIELDS, check_record, rate_change, refuse_damage
 from megapack.data.run import Decisions, read_decisions
 from megapack.errors import ConfigError, MegapackError, RankMismatchError, ResumeError, exit_code
 from megapack.training.autopilot import find_rule
 from megapack.training.config import CheckpointConfig, PretrainConfig
 from megapack.training.engine.checkpoint import CheckpointStore, Resume
 from megapack.training.engine.deepspeed_config import zero_3_configuration
-from megapack.training.engine.directory import CheckpointManifest, RunDirectory, tags_in, tokens_of
+from megapack.training.engine.directory import (
+    MANIFEST,
+    CheckpointManifest,
+    RunDirectory,
+    tags_in,
+    tokens_of,
+)
 from megapack.training.engine.engine import start_engine
 from megapack.training.engine.export import end_token, export_model, tokenizer_of
 from megapack.training.engine.inputs import Inputs, check_run, run_record, verify_samples
@@ -379,11 +385,13 @@ def find_start(
     """
     if resume is None:
         return 0, []
-    saved_order, saved_record = resume.manifest.state["data"], resume.manifest.state.get("run")
-    allowed = config.checkpoint.allow_change
+    state, allowed = resume.manifest.state, config.checkpoint.allow_change
     allowed_of_order = [name for name in allowed if name in ORDER_FIELDS]
-    order_changes = inputs.schedule.check_state(saved_order, allowed_of_order)
-    run_changes = check_record(record, saved_record, allowed, is_branch=is_branch)
+    with refuse_damage(f"the state in {MANIFEST} of {resume.tag}"):
+        order_changes = inputs.schedule.check_state(state["data"], allowed_of_order)
+        run_changes = check_record(record, state.get("run"), allowed, is_branch=is_branch)
+        step = inputs.schedule.resume_step(state["data"], allowed_of_order)
+        saved_rate = None if state.get("lr") is None else float(state["lr"])
     if logs:
         for change in run_changes:
             logger.warning("the run has changed: %s", change)
@@ -391,13 +399,11 @@ def find_start(
             logger.warning("%s; falling back to %s", problem, resume.tag)
         for change in order_changes:
             logger.warning("the data order has changed: %s", change)
-    step = inputs.schedule.resume_step(saved_order, allowed_of_order)
     if step > inputs.num_steps:
         raise ResumeError(
             f"{resume.tag} has {step} steps done, and num_steps of the run is {inputs.num_steps}; "
             f"set it to {step} or more, or export an earlier checkpoint (megapack-export --step)"
         )
-    saved_rate = resume.manifest.state.get("lr")
     if logs and saved_rate is not None and step < inputs.num_steps:
         rate = config.learning_rate.at(step, num_steps=inputs.num_steps, peak=config.optimizer.lr)
         for change in rate_change(step, rate, saved_rate):

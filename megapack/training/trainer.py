@@ -34,7 +34,7 @@ from megapack.training.config import PretrainConfig
 from megapack.training.engine.checkpoint import CheckpointStore, Resume
 from megapack.training.engine.directory import RunDirectory, append_jsonl, read_jsonl
 from megapack.training.engine.engine import train_step
-from megapack.training.engine.inputs import Inputs
+from megapack.training.engine.inputs import Inputs, verify_files
 from megapack.training.engine.world import World
 from megapack.training.model.flops import ModelFlops
 from megapack.training.model.loss import IGNORED_LABEL
@@ -341,7 +341,10 @@ class Trainer:
         stamps = self.inputs.file_stamps()
         if inputs is not None or stamps != self.stamps:
             try:
-                problem = self._difference(inputs or Inputs(self.config, self.decisions))
+                inputs = inputs or Inputs(self.config, self.decisions)
+                problem = self._difference(inputs)
+                if problem is None and stamps != self.stamps:
+                    verify_files(inputs)  # the digests are of sampled blocks
             except (MegapackError, OSError) as error:
                 problem = str(error)
         changed = [path for path, stamp in stamps.items() if stamp != self.stamps[path]]

@@ -141,6 +141,15 @@ def test_name_not_utf_8_is_refused_first() -> None:
         assert r"\xff" in said and "is not UTF-8" in said
 
 
+@pytest.mark.parametrize("name", ["a\0b", "a\ud800b", "s3://a/\0", "file:///a\0/b"])
+def test_every_command_refuses_names_that_no_file_can_have(name: str) -> None:
+    for command in COMMANDS:
+        said = printed(command, name, "--output", name, status=2)
+        assert re.fullmatch(
+            rf"megapack-build {command}: error: the name .*(NUL|not UTF-8), .*\n", said
+        )
+
+
 @pytest.mark.parametrize(
     ("error", "status"),
     [

@@ -23,7 +23,7 @@ from megapack.integrations.dialects import (
 from megapack.integrations.rows.dataset import RowDataset, RowOptions
 from megapack.integrations.rows.open_rows import open_data_path
 from megapack.integrations.rows.rank_rows import RankRows
-from megapack.storage import IndexedDataset
+from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from megapack.storage.columns import ColumnSpec
 from tests.data.corpora import random_rows, write_columns
 from tests.integrations.samples import make_dataset
@@ -123,6 +123,22 @@ def test_state_of_other_rows_is_refused(corpus: IndexedDataset) -> None:
     (other,) = ranks_of(rows_of(corpus, seed=8), 1, 3)
     with pytest.raises(ResumeError, match="seed was 7 and is 8"):
         other.load_state_dict(first.state_dict())
+    state = first.state_dict()
+    for damaged in ({"consumed_rows": 3}, {**state, "consumed_rows": "x"}, {**state, "program": 7}):
+        with pytest.raises(ResumeError, match=r"the saved state of the rows is damaged \("):
+            first.load_state_dict(damaged)
+
+
+def test_other_bytes_of_the_same_lengths_are_refused(
+    corpus: IndexedDataset, tmp_path: Path
+) -> None:
+    (first,) = ranks_of(rows_of(corpus), 1, 3)
+    state = first.state_dict()
+    with IndexedDatasetBuilder(tmp_path / "other", corpus.dtype) as builder:
+        builder.add_documents(corpus.tokens ^ 1, np.cumsum([0, *corpus.document_lengths]))
+    (other,) = ranks_of(rows_of(IndexedDataset(tmp_path / "other")), 1, 3)
+    with pytest.raises(ResumeError, match=r"data.content was .* and is .*former .* files$"):
+        other.load_state_dict(state)
 
 
 def test_stages_may_change_only_blocks_that_have_not_begun(

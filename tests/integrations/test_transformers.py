@@ -513,6 +513,50 @@ def test_changed_model_or_argument_is_refused_at_resume(
     assert "of step 5 is 0.0375, and the checkpoint's run would have had 0:" in caplog.text
 
 
+def _my_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    shifted = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:].flatten()
+    losses = cross_entropy(outputs.logits.flatten(0, 1), shifted, reduction="sum")
+    return losses / num_items_in_batch
+
+
+def test_changes_outside_of_the_arguments_are_refused_at_resume(
+    folder: Path, tmp_path: Path
+) -> None:
+    def train(steps: int, kind: Any = torch.optim.AdamW, *, frozen: str = "", **more: Any) -> None:
+        model = tiny_llama()
+        for name, value in model.named_parameters():
+            value.requires_grad_(frozen not in name if frozen else True)
+        loss = {"compute_loss_func": more.pop("loss")} if "loss" in more else {}
+        args = arguments(tmp_path, save_strategy="steps", save_steps=1, max_steps=steps)
+        trained = [value for value in model.parameters() if value.requires_grad]
+        optimizers = kind(trained, lr=0.01, **more), None
+        data = {"args": args, "train_dataset": micro_batches(folder)}
+        trainer = PackedTrainer(model=model, optimizers=optimizers, **data, **loss)
+        trainer.train(resume_from_checkpoint=steps > 1)
+
+    train(1, frozen="k_proj")
+    for change, message in (
+        ({"kind": torch.optim.Adam}, "optimizer.class was 'AdamW' and is 'Adam'"),
+        ({"kind": torch.optim.SGD}, "optimizer.class was 'AdamW' and is 'SGD'"),
+        ({"betas": (0.8, 0.9)}, r"optimizer.betas was \[0.9, 0.999\] and is \[0.8, 0.9\]"),
+        ({"weight_decay": 0.5}, "optimizer.weight_decay was 0.01 and is 0.5"),
+        ({"frozen": "v_proj"}, r"model.trained was \[\d+, "),  # of the same shapes
+        ({"loss": _my_loss}, "compute_loss_func was None and is '_my_loss'"),
+    ):
+        with pytest.raises(ResumeError, match=message):
+            train(2, **{"frozen": "k_proj", **change})
+    path = tmp_path / "run" / "checkpoint-1" / "trainer_state.json"
+    whole = path.read_text()
+    for name, value in (("saved", {"step": [1]}), ("saved_record", 7), ("saved_rates", 1)):
+        state = json.loads(whole)
+        state["stateful_callbacks"]["ScheduleOfRun"]["attributes"][name] = value
+        path.write_text(json.dumps(state))
+        with pytest.raises(ResumeError, match=r"trainer_state.json is damaged|not the state"):
+            train(2, frozen="k_proj")
+    path.write_text(whole)
+    train(2, frozen="k_proj")
+
+
 def test_wrong_numbers_are_refused_with_the_right_ones(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,10 +14,12 @@ import json
 import os
 import pickle
 import random
+import re
 import shlex
 import struct
 import tarfile
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -397,6 +399,10 @@ def test_concatenated_npy_files_are_refused_everywhere(folder: Path) -> None:
         with pytest.raises(FormatError, match=r"two.npy has 134 bytes after its array"):
             read("two.npy")
     refused("two.npy", FormatError, "numpy.concatenate", eod_token=0)
+    os.mkfifo("fifo.npy")  # nobody will ever write to it
+    for read in (open_npy, read_documents, read_lengths_file):
+        with pytest.raises(FormatError, match=r"fifo.npy is not a regular file"):
+            read("fifo.npy")
     np.save("column.npy", np.asfortranarray(np.arange(6, dtype=np.uint16).reshape(2, 3)))
     np.save("scalar.npy", np.uint16(3))
     np.save("object.npy", np.array([1, None], object), allow_pickle=True)
@@ -557,6 +563,15 @@ def archives() -> dict[str, bytes]:
         "big-endian file of llm.c": struct.pack(">256i", 20240520, 1, *[0] * 254),
         "llm.c or modded-nanogpt": struct.pack("<256i", 20240520, 1, *[0] * 254),
         "idx of a Megatron": b"MMIDIDX\0\0" + bytes(100),
+        "lit-llama's packed dataset": b"LITPKDS" + struct.pack("<QBQ", 1, 8, 50) + bytes(100),
+        # The checksum of TensorFlow's record writer for a length of 3.
+        "TFRecord": struct.pack("<QI", 3, 0x0E4999B0) + b"abc" + bytes(4),
+        "Riegeli": bytes.fromhex("83af70d10d884a3f") + bytes(56),
+        "file of torch.save": b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02M\xe9\x03.",
+        "zlib stream": zlib.compress(bytes(500)),
+        "snappy stream": b"\xff\x06\x00\x00sNaPpY" + bytes(50),
+        "pointer of Git LFS": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
+        "page of a web server": b"<!DOCTYPE html><html>" + bytes(9),
     }
 
 
@@ -565,6 +580,34 @@ def test_files_of_other_formats_are_named(folder: Path, name: str) -> None:
     data = archives()[name]
     Path("file").write_bytes(data + bytes(-len(data) % 2 if name == "JSON" else 0))
     refused("file", FormatError, name, kind="flat", dtype="uint8", eod_token=0)
+
+
+def test_side_files_that_cannot_be_read_are_not_absent(folder: Path) -> None:
+    """A link to nothing, and an .idx of another format next to a .bin."""
+    path = write_datatrove(folder, [[5, 6, 0], [7, 0]], random.Random(1))
+    write_flat(folder, [[5, 6, 0], [7, 0]], random.Random(1))
+    np.save("tokens.npy", np.array([1, 0], np.uint16))
+    sides = [(path, f"{path}.{end}") for end in ("index", "metadata", "loss")]
+    sides += [
+        ("train.bin", "meta.pkl"),
+        ("train.bin", "train.idx"),
+        ("train.bin", "train.bin.csv.gz"),
+    ]
+    for tokens, side in [*sides, ("tokens.npy", "tokens.csv.gz")]:
+        whole = Path(side).read_bytes() if Path(side).exists() else None
+        Path(side).unlink(missing_ok=True)
+        Path(side).symlink_to("nothing")
+        given = {"dtype": "uint16"} if tokens == "train.bin" else {}
+        eod = {} if tokens == path else SEPARATED
+        refused(tokens, FileNotFoundError, re.escape(Path(side).name), **given, **eod)
+        Path(side).unlink()
+        if whole is not None:
+            Path(side).write_bytes(whole)
+    for index, name in ((b"TNTIDX\0\0", "the .idx of fairseq"), (b"", "damaged, or an index")):
+        Path("train.idx").write_bytes(index)
+        how: dict[str, Any] = {"dtype": "uint16", **SEPARATED}
+        refused("train.bin", FormatError, f"train.idx is {name}.* give --kind flat", **how)
+    import_dataset("train.bin", "out", kind="flat", **how)
 
 
 def test_tar_without_a_magic_is_recognized_by_its_checksum(folder: Path) -> None:
@@ -616,6 +659,10 @@ def test_mds_is_recognized_by_its_index(folder: Path) -> None:
         refused(path, FormatError, r"MDS .*tokens .ndarray:uint16.: write its tokens: python -c")
     Path("index.json").write_text(json.dumps({"chunks": []}))
     refused(shard, FormatError, "LitData")
+    Path("index.json").write_text("[]")
+    for name in ("shard.00000.mds.br", "shard.00000.mds"):
+        Path(name).write_bytes(bytes(16))
+        refused(name, FormatError, "MDS without its index.json", dtype="uint8", eod_token=0)
 
 
 def test_converting_commands_work(folder: Path) -> None:

@@ -344,6 +344,12 @@ def test_checkpoint_exports_to_a_model(copy: NewRun, whole: Run, tmp_path: Path)
     other = ("--set", "model.overrides={hidden_act: gelu}")  # the same shapes
     export(tmp_path / "y", *other).end_with(1, "model.hidden_act was 'silu' and is 'gelu'")
     export(run.dir).end_with(2, "exists and has no config.json")
+    for manifest in run.dir.glob("checkpoints/*/manifest.json"):
+        facts = json.loads(manifest.read_text())
+        facts["state"]["run"]["model.tokenizer"] = "a digest"
+        manifest.write_text(json.dumps(facts))
+    message = "model.tokenizer was 'a digest' and is None"  # another tokenizer of equal size
+    export(tmp_path / "z").end_with(1, message)
     assert sorted(p.name for p in run.checkpoints.iterdir()) == before
 
 

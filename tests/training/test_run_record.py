@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
+import operator
 import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -19,7 +21,7 @@ from megapack.config import load_config, to_dict
 from megapack.data.resume import check_record, flatten, is_within, tokenizer_digest
 from megapack.errors import ConfigError, FormatError, ResumeError
 from megapack.packing import pack
-from megapack.storage import IndexedDataset, IndexedDatasetBuilder
+from megapack.storage import IndexedDataset, IndexedDatasetBuilder, metadata
 from megapack.storage.column_edits import add_column
 from megapack.storage.columns import INTERPRETED
 from megapack.training.config import PretrainConfig
@@ -33,7 +35,7 @@ from megapack.training.engine.inputs import (
     verify_samples,
 )
 from megapack.training.engine.world import World
-from megapack.training.start import find_start
+from megapack.training.start import find_start, with_decisions
 from megapack.training.trainer import Trainer
 
 from .conftest import Corpus
@@ -161,6 +163,44 @@ def test_jump_of_the_learning_rate_is_reported(
     )
 
 
+def _places(tree: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the keys that lead to every value of nested mappings and lists."""
+    items = enumerate(tree) if isinstance(tree, list) else ()
+    for key, value in tree.items() if isinstance(tree, dict) else items:
+        yield (*place, key)
+        yield from _places(value, (*place, key))
+
+
+def test_damaged_manifests_are_refused_in_one_line(
+    path: Path, found: Resume, tmp_path: Path
+) -> None:
+    """Accepted damage is found when the weights are loaded, which contain the same state."""
+    folder = tmp_path / found.tag
+    folder.mkdir()
+    config, inputs, record = _opened(path)
+    found.manifest.write(folder)
+    whole = (folder / "manifest.json").read_text()
+    refused = 0
+    places = [place for place in _places(json.loads(whole)) if place[0] != "files"]
+    for place, value in itertools.product(places, (None, "x", [1], {"x": 1}, "gone")):
+        tree = json.loads(whole)
+        *parents, last = place
+        node = functools.reduce(operator.getitem, parents, tree)
+        node[last] = value
+        if value == "gone":
+            del node[last]
+        (folder / "manifest.json").write_text(json.dumps(tree))
+        try:
+            damaged = Resume(
+                tag=found.tag, manifest=CheckpointManifest.read(folder), universal=False
+            )
+            find_start(config, with_decisions(config, inputs, None, damaged), damaged, record)
+        except (ResumeError, ConfigError) as error:
+            refused += 1
+            assert "\n" not in str(error) and str(error), place
+    assert refused > 3.5 * len(places) > 300
+
+
 @pytest.mark.parametrize("with_meta", [True, False])
 def test_other_bytes_of_the_same_lengths_are_refused(
     corpus: Corpus, with_meta: bool, tmp_path: Path
@@ -187,7 +227,7 @@ def test_first_start_compares_tokens_with_their_meta_file(corpus: Corpus, tmp_pa
         shutil.copy(file, tmp_path)
     path = Corpus(tmp_path).config(tmp_path / "run", data={"valid_prefix": str(corpus.valid)})
     world: Any = SimpleNamespace(rank=0, host="here", gather=lambda value: [value])
-    world.fail_together = partial(World.fail_together, world)
+    world.fail_together = functools.partial(World.fail_together, world)
     documents = IndexedDataset(tmp_path / "train")
     add_column(documents.prefix, "weights", np.ones(documents.num_tokens), INTERPRETED["weights"])
     verify_samples(_opened(path)[1], world)
@@ -210,8 +250,11 @@ def test_first_start_compares_tokens_with_their_meta_file(corpus: Corpus, tmp_pa
     verify_samples(_opened(path, "model.vocab_size=64")[1], world)
 
 
-@pytest.mark.parametrize("change", ["rename", "in place", "samples", "touch"])
-def test_running_run_detects_changed_files(change: str, corpus: Corpus, tmp_path: Path) -> None:
+@pytest.mark.parametrize("change", ["rename", "in place", "one byte", "samples", "touch"])
+def test_running_run_detects_changed_files(
+    change: str, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metadata, "SAMPLED_BYTES", 2)  # the file is far below 1 MiB
     for file in corpus.directory.glob("train*"):
         shutil.copy(file, tmp_path)
     data = {"valid_prefix": str(corpus.valid)}
@@ -221,7 +264,7 @@ def test_running_run_detects_changed_files(change: str, corpus: Corpus, tmp_path
     trainer.config, trainer.inputs, trainer.record = config, inputs, record
     trainer.decisions, trainer.stamps = None, inputs.file_stamps()
     world = SimpleNamespace(gather=lambda value: [value])
-    trainer.world = SimpleNamespace(fail_together=partial(World.fail_together, world))
+    trainer.world = SimpleNamespace(fail_together=functools.partial(World.fail_together, world))
     trainer.check_files()
     target = tmp_path / "train.bin"
     tokens = np.fromfile(target, np.uint16)
@@ -232,6 +275,12 @@ def test_running_run_detects_changed_files(change: str, corpus: Corpus, tmp_path
     elif change == "in place":
         with target.open("r+b") as file:
             file.write(tokens.tobytes())
+    elif change == "one byte":  # between sampled blocks
+        with target.open("r+b") as file:
+            file.seek(16)
+            byte = file.read(1)[0]
+            file.seek(16)
+            file.write(bytes([byte ^ 1]))
     elif change == "samples":
         lengths = IndexedDataset(tmp_path / "train").document_lengths
         pack(lengths, "bucket", buckets=[64, 128]).save(tmp_path / "train.samples", overwrite=True)
@@ -381,7 +430,7 @@ def _weighted(folder: Path) -> None:
 FILES: dict[str, tuple[Callable[[Path], None], str]] = {
     "a token of .bin": (_retokenized, "data.content"),
     "a length of .idx": (_shortened, "indices"),
-    "the buckets of .samples": (partial(_repacked, buckets=[64, 128]), "indices"),
+    "the buckets of .samples": (functools.partial(_repacked, buckets=[64, 128]), "indices"),
     "labels appear": (_labelled, "data.content"),
     "loss weights appear": (_weighted, "token_weights"),
 }

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 import transformers
+import xxhash
 from accelerate.data_loader import DataLoaderShard  # type: ignore[import-untyped]
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -181,13 +182,12 @@ class ScheduleOfRun(transformers.TrainerCallback, ExportableState):  # type: ign
     """Save the settings and data of a run in trainer_state.json, and compare them when it resumes.
 
     Raises ResumeError if the samples of earlier steps, the configuration of the model with its
-    attention and dtype, the tokenizer, the bytes of the data, or the training arguments differ.
-    Logs a warning if the learning rate differs.
+    attention, dtype, adapters and trained parameters, the tokenizer, the bytes of the data, the
+    optimizer or the training arguments differ. Logs a warning if the learning rate differs.
     """
 
     schedule: Schedule | None = None
     record: dict[str, Any] | None = None
-    allow_change: tuple[str, ...] = ()
     step = 0
     saved: dict[str, Any] | None = None
     saved_record: dict[str, Any] | None = None
@@ -205,16 +205,26 @@ class ScheduleOfRun(transformers.TrainerCallback, ExportableState):  # type: ign
         batches = getattr(run.get("train_dataloader"), "dataset", None)
         self.schedule, self.step = getattr(batches, "schedule", None), state.global_step
         if self.schedule is not None and batches is not None:
-            self.record = _record(args, batches.dataset, run)
+            self.record = _record(args, batches.dataset, run) | batches.settings
         # A checkpoint of another trainer lacks our state: add it, so that the next one has it.
         kept = state.stateful_callbacks.setdefault(type(self).__name__, self.state())["attributes"]
-        if self.schedule is None or not kept["saved"] or not self.step:
+        if self.schedule is None or not self.step:
             return
-        allowed_order = [name for name in self.allow_change if name in resume.ORDER_FIELDS]
+        if not kept["saved"]:
+            logger.warning("trainer_state.json has no state of PackedTrainer: nothing was compared")
+            return
+        with resume.refuse_damage("the state of ScheduleOfRun in trainer_state.json"):
+            self._compare(kept, run, getattr(batches, "allow_change", ()))
+
+    def _compare(
+        self, kept: Mapping[str, Any], run: Mapping[str, Any], allowed: tuple[str, ...]
+    ) -> None:
+        """Compare the run with the state that a checkpoint kept."""
+        assert self.schedule is not None
+        allowed_order = [name for name in allowed if name in resume.ORDER_FIELDS]
         changes = self.schedule.check_state(kept["saved"], allowed_order)
         if self.record is not None:
-            option = "PackedTrainer.allow_change"
-            saved, allowed = kept.get("saved_record"), self.allow_change
+            saved, option = kept.get("saved_record"), "PackedTrainer.allow_change"
             changes += resume.check_record(self.record, saved, allowed, option=option)
         for change in changes:
             logger.warning("the run has changed: %s", change)
@@ -240,8 +250,9 @@ def _rates_after_next(scheduler: Any) -> tuple[float, ...]:
 
 def _record(args: Any, dataset: PackedDataset, run: Mapping[str, Any]) -> dict[str, Any]:
     """Return everything that determines a run, except the order of its samples, as JSON values.
-    ``run`` has the ``model`` and ``processing_class`` of a callback."""
-    model = bare_model(getattr(run["model"], "_orig_mod", run["model"]))
+    ``run`` has the ``model``, ``optimizer`` and ``processing_class`` of a callback."""
+    wrapped = getattr(run["model"], "_orig_mod", run["model"])
+    model, optimizer = bare_model(wrapped), run.get("optimizer")
     values = {name: v for name, v in args.to_dict().items() if not name.startswith(_NO_EFFECT)}
     record = resume.flatten(values, "args.")
     if isinstance(model, transformers.PreTrainedModel):
@@ -249,6 +260,15 @@ def _record(args: Any, dataset: PackedDataset, run: Mapping[str, Any]) -> dict[s
         record |= resume.model_record(model.config)
         record["model.attention"] = text._attn_implementation
         record["model.dtype"] = str(model.dtype)
+    for name, adapter in getattr(wrapped, "peft_config", {}).items():
+        record |= resume.model_record(adapter, f"adapter.{name}.")
+    trained = [name for name, value in model.named_parameters() if value.requires_grad]
+    record["model.trained"] = [len(trained), xxhash.xxh3_128_hexdigest("\n".join(trained).encode())]
+    # Loading a checkpoint does not change the class and the defaults, only the groups.
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    record["optimizer.class"] = type(optimizer).__name__
+    record |= resume.flatten(getattr(optimizer, "defaults", {}), "optimizer.")
     tokenizer = run.get("processing_class")
     if hasattr(tokenizer, "get_vocab"):
         record["model.tokenizer"] = resume.tokenizer_digest(tokenizer)
@@ -269,7 +289,8 @@ class PackedTrainerMixin:
     Every rank has its own loader. A resume skips the micro batches of earlier steps without
     gathering them. It may use a different number of ranks: change ``gradient_accumulation_steps``
     accordingly, and steps keep their samples. It raises ResumeError if the samples of earlier steps
-    changed (corpus or schedule), or model, tokenizer, data content or a training argument.
+    changed (corpus or schedule), or model, tokenizer, data content, optimizer, loss function or a
+    training argument.
 
     Attributes:
         probe: before training, check the model on two early micro batches (seven forward passes,
@@ -331,9 +352,10 @@ class PackedTrainerMixin:
         callbacks: list[Any] = self.callback_handler.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(callback, ScheduleOfRun) for callback in callbacks):
             self.add_callback(ScheduleOfRun())  # type: ignore[attr-defined]
-        for callback in callbacks:
-            if isinstance(callback, ScheduleOfRun):
-                callback.allow_change = tuple(self.allow_change)
+        # Not in the callback, which Trainer may replace by one from the checkpoint.
+        loss = getattr(self.compute_loss_func, "__qualname__", None)  # type: ignore[attr-defined]
+        batches.settings = {"replay_routes": self.replay_routes, "compute_loss_func": loss}
+        batches.allow_change = tuple(self.allow_change)
         return self._loader(batches)
 
     def _probe_model(self, model: Any, batch: Batch, longest: Batch) -> None:

@@ -41,6 +41,7 @@ from megapack.attention.experts import token_mask
 from megapack.calls import checked_call
 from megapack.data import Batch, BatchLayout, BucketBatchSampler, MicroBatch, PackedDataset
 from megapack.data.loader import prefetch_remote
+from megapack.data.resume import check_record, content_digests, refuse_damage
 from megapack.data.schedule import Schedule
 from megapack.errors import ConfigError, ResumeError
 from megapack.integrations import dialects
@@ -131,17 +132,26 @@ class RankRows:
             yield emit(batch, self.dialect)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return consumed_rows, and the program of the schedule as JSON; the same on all ranks."""
+        """Return consumed_rows, and as JSON the program of the schedule with digests of the data;
+        the same on all ranks."""
         begun = -(-self.consumed_rows // self.rows.options.rows_per_block)
-        program = json.dumps(self.rows.schedule.state_dict(begun))
-        return {"consumed_rows": self.consumed_rows, "program": program}
+        program = {**self.rows.schedule.state_dict(begun), **self._content}
+        return {"consumed_rows": self.consumed_rows, "program": json.dumps(program)}
+
+    @cached_property
+    def _content(self) -> dict[str, Any]:
+        return {"data.content": content_digests(self.rows.packed)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the consumed rows; numbers of ranks and workers and the micro batch size
-        may differ. Raises ResumeError if the schedule of these rows differs
+        may differ. Raises ResumeError if the schedule of these rows or the bytes of the data differ
         (``megapack.data.resume``), or if they end inside a micro step of the new sizes."""
-        consumed_rows = int(state["consumed_rows"])
-        for change in self.rows.schedule.check_state(json.loads(state["program"])):
+        with refuse_damage("the saved state of the rows"):
+            consumed_rows, program = int(state["consumed_rows"]), json.loads(state["program"])
+            changes = self.rows.schedule.check_state(program)
+            saved = {key: program[key] for key in self._content}
+            check_record(self._content, saved, option=None)
+        for change in changes:
             logger.warning("%s", change)
         block = self.rows.options.rows_per_block
         if consumed_rows % block % self.rows_per_micro_step:
@@ -264,6 +274,7 @@ class MicroBatches(Dataset[dict[str, Any]]):
             such steps raise ConfigError.
         for_own_shift: drop the label of a row's last token (where a document is cut), for losses
             that shift ``labels`` themselves and so never use it.
+        settings, allow_change: other settings of the trainer, and keys that may differ at a resume.
     """
 
     # TRL reads the columns of datasets.
@@ -299,6 +310,8 @@ class MicroBatches(Dataset[dict[str, Any]]):
         )
         self._pad_last = pad_last
         self.with_token_mask = self.with_loss_weights = self.for_own_shift = False
+        self.settings: dict[str, Any] = {}
+        self.allow_change: tuple[str, ...] = ()
         self._step: tuple[int, list[MicroBatch]] = (-1, [])
         self._prefetched: tuple[int, Iterator[MicroBatch]] = (-1, iter(()))
 

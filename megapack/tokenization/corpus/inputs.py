@@ -29,7 +29,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
 import xxhash
 
-from megapack.errors import ConfigError, DataError, require
+from megapack.errors import ConfigError, DataError, check_name, require
 from megapack.storage.foreign import detect
 from megapack.units import counted
 
@@ -136,18 +136,6 @@ def _refuse_mds(path: str) -> None:
     )
 
 
-def require_utf8(name: str) -> None:
-    """Raise ConfigError for a name that is not UTF-8: metadata store names as text."""
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        shown = name.encode(errors="surrogateescape").decode(errors="backslashreplace")
-        raise ConfigError(
-            f"the name {shown} is not UTF-8, so metadata cannot contain it: rename it, for example "
-            "with convmv -f latin1 -t utf8"
-        ) from None
-
-
 def find_inputs(
     inputs: Sequence[str],
     *,
@@ -181,7 +169,7 @@ def find_inputs(
     seen: dict[tuple[int, int], str] = {}
     total = 0
     for path in _paths(inputs, suffixes, aside):
-        require_utf8(path)
+        check_name(path)
         facts = Path(path).stat()
         if not stat.S_ISREG(facts.st_mode):
             raise ConfigError(

@@ -28,12 +28,12 @@ import numpy as np
 import xxhash
 
 from megapack.config import check_range
-from megapack.errors import ConfigError, require
+from megapack.errors import ConfigError, check_name, require
 from megapack.storage.address import is_remote
 from megapack.storage.columns import INTERPRETED, LABELS, WEIGHTS, ColumnSpec
 from megapack.storage.index_file import GROUPS, prefix_of
 from megapack.tokenization.corpus.documents import SPLIT_NAMES, OnError, ReadOptions, parse_split
-from megapack.tokenization.corpus.inputs import Format, InputFile, require_utf8
+from megapack.tokenization.corpus.inputs import Format, InputFile
 from megapack.tokenization.corpus.readers import Shard, default_shard_bytes, plan_shards
 from megapack.tokenization.corpus.token_values import (
     ColumnOption,
@@ -115,7 +115,7 @@ class BuildConfig:
     overwrite: bool = False
 
     def __post_init__(self) -> None:
-        require_utf8(self.output_prefix)
+        check_name(self.output_prefix)
         # Every command accepts PREFIX.bin or PREFIX.idx, as a shell completes it, for PREFIX.
         object.__setattr__(self, "output_prefix", prefix_of(self.output_prefix))
         check_range("tokenize", at_least=1, workers=self.workers)

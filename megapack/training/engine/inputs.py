@@ -157,7 +157,7 @@ def verify_samples(inputs: Inputs, world: World) -> None:
     problem = None
     if world.rank == world.gather(world.host).index(world.host):
         try:
-            _verify(inputs)
+            verify_files(inputs)
         except (MegapackError, OSError) as error:
             problem = str(error)
     world.fail_together(problem, "data", FormatError)
@@ -166,7 +166,8 @@ def verify_samples(inputs: Inputs, world: World) -> None:
 _VERIFIED_BYTES = 1 << 30  # of tokens and columns, of all sources together
 
 
-def _verify(inputs: Inputs) -> None:
+def verify_files(inputs: Inputs) -> None:
+    """Verify the files of ``verify_samples`` on this rank. Raises FormatError."""
     for data in (inputs.data, *inputs.held_out):
         for index in data.samples.indices:
             for shard in index.open_shards:
@@ -220,7 +221,7 @@ def check_run(config: PretrainConfig, run: PlannedRun, num_ranks: int) -> Any:
                 check_teacher(config.distill, run.data, architecture.vocab_size)
     except ConfigError:
         if isinstance(run, Inputs):
-            _verify(run)  # a damaged index may be the cause
+            verify_files(run)  # a damaged index may be the cause
         raise
     return architecture
 
