@@ -276,16 +276,15 @@ def build_loader(
         layouts[capacity] = of_bucket
     if sampler.data_parallel_rank == 0 and log.isEnabledFor(logging.INFO):
         log.info("%s", plan_run(schedule, sampler.start_step + sampler.num_steps))
-    if pin_memory or device is not None:
-        if dataset.framework == "numpy":
-            raise ConfigError(
-                "pin_memory and device are for tensors, and the dataset has framework='numpy': "
-                "leave both out, and copy batches with jax.device_put"
-            )
-        import torch  # noqa: PLC0415 (only these options need it)
+    if dataset.framework == "numpy" and (pin_memory or device is not None):
+        raise ConfigError(
+            "pin_memory and device are for tensors, and the dataset has framework='numpy': leave "
+            "both out, and copy batches with jax.device_put"
+        )
+    if pin_memory:
+        from torch.cuda import is_available  # noqa: PLC0415
 
-        pin_memory = pin_memory and torch.cuda.is_available()
-        device = None if device is None else torch.device(device)
+        pin_memory = is_available()
     return PackedLoader(
         dataset=dataset,
         sampler=sampler,

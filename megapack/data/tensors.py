@@ -22,8 +22,6 @@ from megapack.data.resume import OPTIONAL
 from megapack.data.sampler import BucketBatchSampler
 from megapack.errors import RankMismatchError
 
-# ---- Masks, computed from cu_seqlens on its device, without loops over segments -----------------
-
 
 def segment_ids(cu_seqlens: torch.Tensor, num_tokens: int) -> torch.Tensor:
     """Return the number of the segment of every token.
@@ -82,9 +80,6 @@ def flex_block_mask(segments: torch.Tensor, *, causal: bool = True, **options: A
     )
 
 
-# ---- Copies to a GPU ---------------------------------------------------------------------------
-
-
 def to_device(batches: Iterable[Batch], device: torch.device | str) -> Iterator[Batch]:
     """Yield batches with their tensors on ``device``, copied one batch ahead on a separate stream.
     On the CPU, batches are unchanged. Without pinned memory the copies are synchronous."""
@@ -121,9 +116,6 @@ def _wait_for_copy(batch: Batch, copied: torch.cuda.Event, device: torch.device)
         if isinstance(value, torch.Tensor) and value.is_cuda:
             value.record_stream(current)
     return batch
-
-
-# ---- Comparison of ranks -----------------------------------------------------------------------
 
 
 class RankChecker:

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megapack.data.batch import MTP_TARGETS, column_names, wrapper
+from megapack.data.batch import MTP_TARGETS, Framework, column_names, wrapper
 from megapack.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -210,12 +210,11 @@ def loss_terms(batch: Mapping[str, Any], dialect: Dialect) -> LossTerms:
     of a document that is cut there) is dropped. One that shifts rows of R tokens loses the label of
     the last position.
     """
-    return LossTerms(*map(_wrap_like(batch), _loss_terms(batch, dialect)))
+    return LossTerms(*map(wrapper(_framework(batch)), _loss_terms(batch, dialect)))
 
 
-def _wrap_like(batch: Mapping[str, Any]) -> Any:
-    """Return the function that turns arrays into those of the batch, tensors or arrays."""
-    return wrapper("numpy" if isinstance(batch["tokens"], np.ndarray) else "torch")
+def _framework(batch: Mapping[str, Any]) -> Framework:
+    return "numpy" if isinstance(batch["tokens"], np.ndarray) else "torch"
 
 
 def _loss_terms(batch: Mapping[str, Any], dialect: Dialect) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -298,7 +297,7 @@ def emit(batch: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
         if value.dtype == np.int64:
             out[key] = value.astype(dialect.integers, copy=False)
     _add_boundaries(batch, dialect, out)
-    wrap = _wrap_like(batch)
+    wrap = wrapper(_framework(batch))
     out = {key: wrap(v) if isinstance(v, np.ndarray) else v for key, v in out.items()}
     out |= {name: batch[name] for name in carried}
     return {key: value.flatten() for key, value in out.items()} if dialect.flat else out

@@ -135,7 +135,7 @@ def test_what_jax_cannot_use_is_refused(corpus: Path) -> None:
     with pytest.raises(ConfigError, match="framework is 'jax'; it must be 'torch' or 'numpy'"):
         opened(corpus, "jax")
     dataset, schedule = opened(corpus)
-    with pytest.raises(ConfigError, match="leave both out"):
+    with pytest.raises(ConfigError, match="leave both out, and copy"):
         build_loader(
             dataset,
             schedule,

@@ -28,7 +28,7 @@ class PackedSteps(Iterator[dict[str, NDArray[Any]]]):
     """Iterator over the rows that one process has of each step, with a state as grain's iterators.
 
     Raises ConfigError for a dataset of tensors, or a schedule whose steps have no rows of a fixed
-    length, several buckets or several sizes.
+    length, several buckets or several sizes. ``step`` is the number of the next step.
 
     Args:
         dataset: opened with ``framework="numpy"``.
@@ -38,9 +38,6 @@ class PackedSteps(Iterator[dict[str, NDArray[Any]]]):
             different rows: ``jax.process_index()`` and ``jax.process_count()``.
         num_steps: steps from the beginning of the run; None: to the end of the first epoch.
         prefetch: steps that a thread prepares in advance.
-
-    Attributes:
-        step: number of the next step.
     """
 
     def __init__(
@@ -61,8 +58,8 @@ class PackedSteps(Iterator[dict[str, NDArray[Any]]]):
                 "the schedule has no row_tokens, so rows of other buckets would be compiled anew: "
                 f"add row_tokens={schedule.capacities[-1]}, or a multiple of it"
             )
-        sizes = {s.config.tokens_per_step for s in schedule.stages}
-        sizes |= {s.config.draw_tokens for s in schedule.stages}
+        stages = [stage.config for stage in schedule.stages]
+        sizes = {size for s in stages for size in (s.tokens_per_step, s.draw_tokens)}
         if len(sizes) > 1:
             raise ConfigError(
                 f"steps and draws have {sorted(sizes)} tokens, and JAX compiles one shape: use the "
@@ -71,7 +68,7 @@ class PackedSteps(Iterator[dict[str, NDArray[Any]]]):
         check_columns(dataset.columns, dialect)
         self.schedule, self.dialect, self.step = schedule, dialect, 0
         self._dataset, self._num_steps = dataset, num_steps
-        self._options = {
+        self._options: dict[str, Any] = {
             "data_parallel_rank": data_parallel_rank,
             "data_parallel_size": data_parallel_size,
             "micro_batch_tokens": sizes.pop() // data_parallel_size,
@@ -81,16 +78,9 @@ class PackedSteps(Iterator[dict[str, NDArray[Any]]]):
 
     def _open(self) -> Iterator[Batch]:
         last = self.schedule.num_steps() if self._num_steps is None else self._num_steps
-        return iter(
-            build_loader(
-                self._dataset,
-                self.schedule,
-                layout="rows",
-                start_step=self.step,
-                num_steps=max(0, last - self.step),
-                **self._options,
-            )
-        )
+        remaining = {"start_step": self.step, "num_steps": max(0, last - self.step)}
+        options = {**self._options, **remaining}
+        return iter(build_loader(self._dataset, self.schedule, layout="rows", **options))
 
     def __next__(self) -> dict[str, NDArray[Any]]:
         """Return the rows of this process, int32 ``(rows, row_tokens)`` under every name."""

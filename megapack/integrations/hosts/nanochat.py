@@ -1,11 +1,11 @@
 """nanochat: packed rows in place of its training loader; its model, evaluation and loop unchanged.
 
-    write_documents("climbmix")    # once: nanochat's training shards by nanochat's tokenizer
     install("climbmix")            # then scripts.base_train trains on packed rows
 
-nanochat attends over whole rows, and trains the last token of a document to predict the BOS of the
-next one. So do these batches. What differs is which tokens a row holds; four documents in rows of 8
-tokens (b: BOS), of which nanochat sees one more token than it trains on:
+``climbmix.bin`` holds documents of nanochat's tokenizer, a BOS before each
+(examples/nanochat_packed.py writes it). nanochat attends over whole rows, and trains the last token
+of a document to predict the BOS of the next one. So do these batches. What differs is which tokens
+a row holds; four documents in rows of 8 tokens (b: BOS; nanochat's rows end with one more label):
 
     documents    b 1 2 3 4 5 6 7 8 9 | b 1 2 | b 1 2 3 | b 1 2 3 4
     nanochat     b 1 2 3 4 b 1 2 | b 1 2 3 b 1 2 3      tokens 4 to 9 of the first are dropped
@@ -21,38 +21,17 @@ from collections.abc import Iterator, Mapping
 from itertools import count
 from typing import Any
 
-import numpy as np
 from nanochat import dataloader
 from nanochat.common import get_dist_info
-from nanochat.dataset import list_parquet_files
-from nanochat.tokenizer import get_tokenizer
-from pyarrow import parquet
 from torch import Tensor
 
 from megapack.data import PackedDataset, Schedule, build_loader, check_token_ids
 from megapack.integrations.host import Rebinding
 from megapack.packing import pack
-from megapack.storage import IndexedDataset, IndexedDatasetBuilder
+from megapack.storage import IndexedDataset
 
 LOADER = "tokenizing_distributed_data_loader_with_state_bos_bestfit"
 NO_LABEL = -1  # ignore_index of nanochat's loss
-
-
-def write_documents(prefix: str, *, num_threads: int = 4) -> IndexedDataset:
-    """Tokenize all parquet files of nanochat but the last one, which is for validation, with
-    nanochat's tokenizer, a BOS before every document. Return the documents ``<prefix>.bin``."""
-    tokenizer = get_tokenizer()
-    bos, vocab_size = tokenizer.get_bos_token_id(), tokenizer.get_vocab_size()
-    with IndexedDatasetBuilder(
-        prefix, np.uint16 if vocab_size <= 1 << 16 else np.int32, vocab_size=vocab_size
-    ) as builder:
-        for path in list_parquet_files()[:-1]:
-            shard = parquet.ParquetFile(path)
-            for group in range(shard.num_row_groups):
-                texts = shard.read_row_group(group, columns=["text"]).column("text").to_pylist()
-                for tokens in tokenizer.encode(texts, prepend=bos, num_threads=num_threads):
-                    builder.add_document(tokens)
-    return IndexedDataset(prefix)
 
 
 def packed_batches(
@@ -70,22 +49,22 @@ def packed_batches(
     nanochat fetches the next batch before it saves a checkpoint, and loses that batch on resume.
     With the state before it, the resumed run begins with it. The number of ranks must not change.
     Raises ResumeError for another order of samples, and ConfigError if the documents have token ids
-    that the tokenizer does not have, or if the run repeats them more often than ``max_epochs`` of a
-    blend allows.
+    that the tokenizer does not have, or if a run repeats them too often (``max_epochs``).
     """
     _, rank, _, num_ranks = get_dist_info()
     dataset = IndexedDataset(prefix)
     index = pack(dataset.document_lengths, buckets=[row_tokens])
     packed = PackedDataset(dataset, index, attention="sample", label_boundary="sample")
     check_token_ids(packed, tokenizer.get_vocab_size())
-    schedule = Schedule(packed, tokens_per_step=rows * row_tokens * num_ranks, seed=seed)
+    tokens = rows * row_tokens
+    schedule = Schedule(packed, tokens_per_step=tokens * num_ranks, seed=seed)
     step = 0 if state is None else schedule.resume_step(state["megapack"])
     for epoch in count(1):
         loader = build_loader(
             packed,
             schedule,
             layout="rows",
-            micro_batch_tokens=rows * row_tokens,
+            micro_batch_tokens=tokens,
             data_parallel_rank=rank,
             data_parallel_size=num_ranks,
             start_step=step,
@@ -94,45 +73,28 @@ def packed_batches(
             pin_memory=True,
         )
         for batch in loader:
+            step = batch["step"]
             targets = batch["labels"].masked_fill(batch["labels"] < 0, NO_LABEL)
-            position = {"pq_idx": 0, "rg_idx": batch["step"], "epoch": epoch}  # base_train logs it
-            yield (
-                batch["tokens"],
-                targets,
-                {**position, "megapack": schedule.state_dict(batch["step"])},
-            )
+            logged = {"epoch": epoch, "pq_idx": 0, "rg_idx": step}  # base_train prints these
+            yield batch["tokens"], targets, {**logged, "megapack": schedule.state_dict(step)}
         step = max(step, schedule.num_steps(epoch))
 
 
 def install(prefix: str, *, seed: int = 0) -> Rebinding:
-    """Replace the training loader of nanochat until ``undo()``; call it before scripts.base_train
-    is imported. Raises ConfigError if this nanochat has no such loader.
-
-    Args:
-        prefix: documents of ``write_documents``.
-        seed: seed of the order of rows.
-    """
+    """Replace nanochat's training loader by rows of the documents ``prefix``, in an order by
+    ``seed``, until ``undo()``. Call it before scripts.base_train is imported. Raises ConfigError if
+    this nanochat has no such loader."""
     rebinding = Rebinding("nanochat")
     stock = getattr(dataloader, LOADER, None)
 
     def loader(
-        tokenizer: Any,
-        B: int,  # noqa: N803 (nanochat's names)
-        T: int,  # noqa: N803
-        split: str,
-        *args: Any,
-        device: Any = "cuda",
-        resume_state_dict: Mapping[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> Iterator[Any]:
-        if split == "train":
-            return packed_batches(
-                prefix, tokenizer, B, T, seed=seed, device=device, state=resume_state_dict
-            )
-        assert stock is not None  # replace() would have raised
-        options = {"device": device, "resume_state_dict": resume_state_dict, **kwargs}
-        validation: Iterator[Any] = stock(tokenizer, B, T, split, *args, **options)
-        return validation
+        tokenizer: Any, rows: int, row_tokens: int, split: str, *args: Any, **options: Any
+    ) -> Any:
+        if split != "train" and stock is not None:
+            return stock(tokenizer, rows, row_tokens, split, *args, **options)
+        device, state = options.get("device", "cuda"), options.get("resume_state_dict")
+        of_rank = {"seed": seed, "device": device, "state": state}
+        return packed_batches(prefix, tokenizer, rows, row_tokens, **of_rank)
 
     rebinding.replace(dataloader, LOADER, loader)
     return rebinding
