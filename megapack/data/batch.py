@@ -482,7 +482,8 @@ def allocate(
 ) -> Buffers:
     """Return new buffers for micro batches of ``num_tokens`` tokens, and for columns
     (``PackedDataset.columns``). numpy has no bfloat16: such a column has its bits, uint16."""
-    tensors, arrays = {}, {}
+    tensors: dict[str, Any] = {}
+    arrays = {}
     for name, dtype, numpy_dtype, shape, is_column in _fields(columns or {}):
         if framework == "numpy":
             tensors[name] = array = np.empty((num_tokens, *shape), numpy_dtype)
@@ -490,9 +491,8 @@ def allocate(
             continue
         import torch  # noqa: PLC0415
 
-        tensor = torch.empty(
-            (num_tokens, *shape), dtype=getattr(torch, dtype), pin_memory=pin_memory
-        )
+        torch_dtype = getattr(torch, dtype)
+        tensor = torch.empty((num_tokens, *shape), dtype=torch_dtype, pin_memory=pin_memory)
         tensors[name] = tensor
         arrays[name] = (tensor.view(-1).view(torch.uint8) if is_column else tensor).numpy()
     return Buffers(tensors, arrays, columns or {}, 1)

@@ -324,10 +324,10 @@ def _segmentation(batch: Mapping[str, Any]) -> NDArray[np.int64]:
     """Return the number of every token's segment in its row, from 1; 0 in padding, if the batch
     has ``dataset_ids``."""
     rows, lengths = _segments(batch)
-    numbers = np.arange(len(rows)) - np.searchsorted(rows, rows) + 1
+    numbers: NDArray[np.int64] = np.arange(len(rows)) - np.searchsorted(rows, rows) + 1
     if "dataset_ids" in batch:
         numbers = numbers * (np.asarray(batch["dataset_ids"]) >= 0)
-    return np.repeat(numbers, lengths).reshape(batch["tokens"].shape)
+    return numbers.repeat(lengths).reshape(-1, batch["tokens"].shape[1])
 
 
 def _add_boundaries(batch: Mapping[str, Any], dialect: Dialect, out: dict[str, Any]) -> None:
