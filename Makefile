@@ -94,9 +94,10 @@ wheel: ## dist/megapack-*.whl for machines without a compiler, and a test of it
 test-hosts test-cluster test-clouds gpu: export PYTEST_TIMEOUT = 3600
 
 # Hosts without a package: MEGATRON_LM=/path/to/checkout[:/another] make test-hosts, likewise GPT_NEOX,
-# MEGATRON_DEEPSPEED, MEGATRON_BRIDGE, TORCHTITAN, OLMO_CORE, NANOTRON; AXOLOTL and
+# MEGATRON_DEEPSPEED, MEGATRON_BRIDGE, TORCHTITAN, OLMO_CORE, NANOTRON, NANOCHAT; AXOLOTL and
 # MEGAPACK_VERL name folders as PATH does (their tests say which).
-HOSTS := hosts hosts-neox hosts-mds hosts-torchtitan hosts-olmo-core hosts-nanotron
+HOSTS := hosts hosts-neox hosts-mds hosts-torchtitan hosts-olmo-core hosts-nanotron \
+    hosts-nanochat
 
 test-hosts: build $(VENV)/.dev $(HOSTS:%=$(VENV)/%) ## trainers from checkouts; MEGATRON_LM=/path/to/checkout
 	$(BIN)/python -m pytest -q -W ignore tests/hosts
@@ -120,6 +121,7 @@ of-hosts-olmo-core := --no-deps bettermap cached_path dataclass-extensions impor
     google-api-core google-auth google-cloud-core google-cloud-storage google-resumable-media \
     google-crc32c googleapis-common-protos
 of-hosts-nanotron := --no-deps dacite triton
+of-hosts-nanochat := rustbpe tiktoken wandb
 of-kubernetes := kubernetes-validate # 100 MB of schemas
 
 # Rename the folder when it is complete.

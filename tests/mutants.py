@@ -718,8 +718,8 @@ mtp_across_segments: targets cross the ends of documents
 -         inside = segments[:, depth:] == segments[:, :-depth]
 +         inside = segments[:, depth:] >= segments[:, :-depth]
 mtp_windows: targets cross attention windows where documents share attention
--         segments = segments + _segments(batch)
-+         segments = segments + 0
+-         segments = segments + restarts
++         segments = restarts
 
 megapack/training/model/training_model.py: tests/training/test_evaluate.py
 validation_z_loss: the z-loss counts in validation, too

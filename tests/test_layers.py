@@ -46,6 +46,7 @@ TORCH_FREE = (
     *("storage", "tokenization", "packing", "planning", "compare", "cli"),
     *("errors", "calls", "command_line", "config", "records", "units", "devices", "executors"),
     *("data/run", "training/config"),  # checked before torch is imported
+    *("data/loader", "integrations/dialects", "integrations/hosts/jax"),  # arrays of numpy
     *("training/engine/directory", "training/monitoring/slowdowns"),  # a run is read
 )
 

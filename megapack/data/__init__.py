@@ -16,9 +16,6 @@ if TYPE_CHECKING:  # public names and their modules, for type checkers and the c
     from megapack.data.batch import BatchLayout as BatchLayout
     from megapack.data.batch import MicroBatch as MicroBatch
     from megapack.data.batch import allocate as allocate
-    from megapack.data.batch import block_diagonal_mask as block_diagonal_mask
-    from megapack.data.batch import flex_block_mask as flex_block_mask
-    from megapack.data.batch import segment_ids as segment_ids
     from megapack.data.blend import BlendConfig as BlendConfig
     from megapack.data.blend import Ramp as Ramp
     from megapack.data.blend import Source as Source
@@ -30,7 +27,6 @@ if TYPE_CHECKING:  # public names and their modules, for type checkers and the c
     from megapack.data.fim import FimConfig as FimConfig
     from megapack.data.fim import Sentinels as Sentinels
     from megapack.data.loader import PackedLoader as PackedLoader
-    from megapack.data.loader import RankChecker as RankChecker
     from megapack.data.loader import build_loader as build_loader
     from megapack.data.report import plan_exclusions as plan_exclusions
     from megapack.data.report import plan_run as plan_run
@@ -42,6 +38,10 @@ if TYPE_CHECKING:  # public names and their modules, for type checkers and the c
     from megapack.data.schedule import Step as Step
     from megapack.data.steps import ORDERS as ORDERS
     from megapack.data.steps import ScheduleConfig as ScheduleConfig
+    from megapack.data.tensors import RankChecker as RankChecker
+    from megapack.data.tensors import block_diagonal_mask as block_diagonal_mask
+    from megapack.data.tensors import flex_block_mask as flex_block_mask
+    from megapack.data.tensors import segment_ids as segment_ids
     from megapack.data.trees import TreeBatch as TreeBatch
     from megapack.data.trees import tree_batch as tree_batch
 

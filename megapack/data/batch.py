@@ -4,26 +4,23 @@
 - ``longest_position``: upper bound of position ids.
 - ``cut_bounds``, ``cut_lengths``: segments cut at multiples of an attention window.
 - ``cut_slice``: one rank's part of a micro batch that several ranks share.
-- ``segment_ids``, ``block_diagonal_mask``, ``flex_block_mask``: for models that take masks.
 - ``mtp_targets``: targets of multi-token prediction.
-- ``Buffers``, ``allocate``, ``ReusedBuffers``: reused memory.
+- ``Buffers``, ``allocate``, ``ReusedBuffers``: memory of batches, tensors or numpy arrays.
 - ``column_names``, ``per_token``: the columns of a batch, and all its tensors per token.
 
     BatchLayout(micro_batch_tokens=64, kind="rows", row_tokens=32).rows(capacity=16)  # -> (2, 32)
     slot_tokens(capacity=10, row_tokens=32)                        # -> 10 10 12
-    segment_ids(torch.tensor([0, 2, 5]), num_tokens=5)             # -> 0 0 1 1 1
     cut_bounds(Bounds([0, 5, 8], ...), window=4).cu_seqlens        # -> 0 4 5 8
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from megapack import _core
@@ -37,12 +34,9 @@ from megapack.storage.columns import RESERVED, ColumnSpec
 # tokens, labels, loss_mask, position_ids, cu_seqlens, ... and plain ints
 Batch: TypeAlias = dict[str, Any]
 
-PER_TOKEN = {
-    "tokens": torch.int64,
-    "labels": torch.int64,
-    "position_ids": torch.int64,
-    "loss_mask": torch.float32,
-}
+Framework: TypeAlias = Literal["torch", "numpy"]
+"""Arrays of a batch: torch's tensors, or numpy's arrays, for which torch is not imported."""
+PER_TOKEN = {"tokens": "int64", "labels": "int64", "position_ids": "int64", "loss_mask": "float32"}
 """Tensors of every batch with a number per token, and their dtypes."""
 MTP_TARGETS = ("mtp_labels", "mtp_loss_mask")  # with ``num_mtp_targets``
 
@@ -109,8 +103,7 @@ class MicroBatch:
         fields["imbalance"], fields["imbalance_in_order"] = self.imbalance
         fields["attention_window"] = self.view.window
         del fields["view"], fields["sequence_parallel_size"]
-        arrays = {name: torch.from_numpy(fields[name]) for name in ("sample_ids", "source")}
-        return {name: value for name, value in fields.items() if value is not None} | arrays
+        return {name: value for name, value in fields.items() if value is not None}
 
 
 @checked_call
@@ -185,10 +178,9 @@ class BatchLayout:
         most = 1 if whole else max(num_segments, default=0)
         return slots * (most + 1) + 1  # the padding of a sample is a segment
 
-    def listed(self, values: NDArray[np.int32], rows: int) -> torch.Tensor:
-        """Return entries of cu_seqlens as a tensor: one list, or one per row."""
-        tensor = torch.from_numpy(values)
-        return tensor.view(rows, -1) if self.cu_seqlens_per_row else tensor
+    def listed(self, values: NDArray[np.int32], rows: int) -> NDArray[np.int32]:
+        """Return entries of cu_seqlens in one list, or in one per row."""
+        return values.reshape(rows, -1) if self.cu_seqlens_per_row else values
 
 
 def slot_tokens(capacity: int, row_tokens: int, alignment: int = 1) -> list[int]:
@@ -285,14 +277,14 @@ def tree_entries(bounds: Bounds) -> Batch:
     """Return the entries of a batch of prefix trees that describe nodes and paths, with the names
     of ``megapack.data.trees``. Padding is a root."""
     assert bounds.trees is not None, "attention is not tree"
-    cu_seqlens_k, kv_index, predecessors = map(torch.from_numpy, bounds.trees)
+    cu_seqlens_k, kv_index, predecessors = bounds.trees
     return {
-        "cu_seqlens_q": torch.from_numpy(bounds.cu_seqlens),
+        "cu_seqlens_q": bounds.cu_seqlens,
         "cu_seqlens_k": cu_seqlens_k,
         "kv_index": kv_index,
-        "predecessors": predecessors.long(),
+        "predecessors": predecessors.astype(np.int64),
         "max_seqlen_q": bounds.max_seqlen,
-        "max_seqlen_k": int(cu_seqlens_k.diff().max()),
+        "max_seqlen_k": int(np.diff(cu_seqlens_k).max()),
     }
 
 
@@ -343,66 +335,6 @@ def cut_slice(batch: Batch, rank: int, size: int) -> Batch:
     }
 
 
-# ---- Masks, computed from cu_seqlens on its device, without loops over segments -----------------
-
-
-def segment_ids(cu_seqlens: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """Return the number of the segment of every token.
-
-    Args:
-        cu_seqlens: int32 (entries,), or (rows, entries) with positions in each row; repeated
-            last values are ignored.
-        num_tokens: tokens of the stream, or of a row.
-
-    Returns:
-        int32 (num_tokens,) or (rows, num_tokens), numbered from 0 in every row.
-    """
-    positions = torch.arange(num_tokens, dtype=torch.int32, device=cu_seqlens.device)
-    ends = cu_seqlens[..., 1:].contiguous()
-    positions = positions.expand(*ends.shape[:-1], num_tokens).contiguous()
-    return torch.searchsorted(ends, positions, right=True, out_int32=True)
-
-
-def block_diagonal_mask(segments: torch.Tensor, *, causal: bool = True) -> torch.Tensor:
-    """Return a dense mask that limits attention to segments.
-
-    Args:
-        segments: result of ``segment_ids``, (tokens,) or (rows, tokens).
-        causal: limit attention to the token itself and earlier ones.
-
-    Returns:
-        bool (rows, 1, tokens, tokens), True where attention is allowed (the convention of torch's
-        scaled_dot_product_attention; Megatron's masks are the inverse). Quadratic in memory: for
-        short rows and for checking other backends.
-    """
-    rows = segments if segments.dim() == 2 else segments[None]
-    mask = rows[:, :, None] == rows[:, None, :]
-    if causal:
-        mask = mask.tril()
-    return mask[:, None]
-
-
-def flex_block_mask(segments: torch.Tensor, *, causal: bool = True, **options: Any) -> Any:
-    """Return the mask of ``block_diagonal_mask`` as a BlockMask of torch's flex_attention.
-
-    Args:
-        segments, causal: see ``block_diagonal_mask``.
-        **options: options of ``create_block_mask``, such as ``BLOCK_SIZE``.
-    """
-    from torch.nn.attention.flex_attention import create_block_mask  # noqa: PLC0415 (torch >= 2.5)
-
-    rows = segments if segments.dim() == 2 else segments[None]
-
-    def visible(b: Any, h: Any, q: Any, k: Any) -> Any:  # noqa: ARG001
-        same = rows[b, q] == rows[b, k]
-        return same & (q >= k) if causal else same
-
-    tokens = rows.shape[1]
-    return create_block_mask(
-        visible, rows.shape[0], None, tokens, tokens, device=str(rows.device), **options
-    )
-
-
 # ---- Targets of multi-token prediction ----------------------------------------------------------
 #
 # A model with multi-token prediction predicts at position i not only token i + 1, the label, but at
@@ -445,31 +377,30 @@ def mtp_targets(batch: Batch, num_targets: int, *, attention: str) -> Batch:
         batch: whole rows or a whole stream, gathered with options that ``check_targets`` accepts.
         attention: ``document``; or ``sample``, in which documents begin at position id 0.
     """
-    labels, loss_mask = batch["labels"], batch["loss_mask"]
+    labels, loss_mask = np.asarray(batch["labels"]), np.asarray(batch["loss_mask"])
+    segments = _segments(batch)
     if attention == "sample":
-        segments = (batch["position_ids"] == 0).flatten().cumsum(0).view(labels.shape)
+        restarts = np.cumsum(np.asarray(batch["position_ids"]) == 0).reshape(labels.shape)
         # A window cuts segments between two restarts. Both numbers ascend, so their sum is unique.
-        segments = segments + _segments(batch)
-    else:
-        segments = _segments(batch)
-    targets = labels.new_full((*labels.shape, num_targets), NO_LABEL)
-    weights = loss_mask.new_zeros(*labels.shape, num_targets)
+        segments = segments + restarts
+    targets = np.full((*labels.shape, num_targets), NO_LABEL, labels.dtype)
+    weights = np.zeros(targets.shape, loss_mask.dtype)
     for depth in range(1, min(num_targets, labels.shape[1] - 1) + 1):
         inside = segments[:, depth:] == segments[:, :-depth]
-        targets[:, :-depth, depth - 1] = torch.where(inside, labels[:, depth:], NO_LABEL)
-        weights[:, :-depth, depth - 1] = torch.where(inside, loss_mask[:, depth:], 0)
+        targets[:, :-depth, depth - 1] = np.where(inside, labels[:, depth:], NO_LABEL)
+        weights[:, :-depth, depth - 1] = np.where(inside, loss_mask[:, depth:], 0)
     return dict(zip(MTP_TARGETS, (targets, weights), strict=True))
 
 
-def _segments(batch: Batch) -> torch.Tensor:
-    """Return the segment number of every token, (rows, R); it ascends within a row."""
+def _segments(batch: Batch) -> NDArray[np.int64]:
+    """Return a number for the segment of every token, (rows, R); it ascends within a row."""
     # Aligned segments begin at their padded boundaries.
-    name = "cu_seqlens_padded" if "cu_seqlens_padded" in batch else "cu_seqlens"
-    cu_seqlens: torch.Tensor = batch[name]
+    ends = np.asarray(batch.get("cu_seqlens_padded", batch["cu_seqlens"]))
     rows, row_tokens = batch["labels"].shape
-    per_row = cu_seqlens.dim() == 2
-    numbers = segment_ids(cu_seqlens, row_tokens if per_row else rows * row_tokens)
-    return numbers.view(rows, row_tokens)
+    if ends.ndim == 2:  # counted in each row
+        ends = ends + row_tokens * np.arange(rows)[:, None]
+    is_end = np.bincount(ends.reshape(-1), minlength=rows * row_tokens)
+    return np.cumsum(is_end[: rows * row_tokens]).reshape(rows, row_tokens)
 
 
 # ---- Memory --------------------------------------------------------------------------------------
@@ -478,30 +409,38 @@ Columns: TypeAlias = Mapping[str, ColumnSpec]
 
 
 class _Field(NamedTuple):
-    """A tensor of a batch. C++ reads columns as bytes."""
+    """An array of a batch. C++ reads columns as bytes."""
 
-    dtype: torch.dtype
+    name: str
+    dtype: str  # torch's name
+    numpy_dtype: np.dtype[Any]
     shape: tuple[int, ...]  # of a token's row
     is_column: bool
 
     @property
     def token_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        return math.prod(self.shape) * self.numpy_dtype.itemsize
 
 
-def _fields(columns: Columns) -> dict[str, _Field]:
-    """Return the tensors of a batch: wide types first, so that all are aligned in one block."""
-    fields = {name: _Field(dtype, (), False) for name, dtype in PER_TOKEN.items()}
+def _fields(columns: Columns) -> list[_Field]:
+    """Return the arrays of a batch: wide types first, so that all are aligned in one block."""
+    fields = [_Field(name, dtype, np.dtype(dtype), (), False) for name, dtype in PER_TOKEN.items()]
     for name, spec in columns.items():
-        fields[name] = _Field(getattr(torch, spec.dtype), spec.shape, True)
-    return dict(sorted(fields.items(), key=lambda item: -item[1].dtype.itemsize))
+        fields.append(_Field(name, spec.dtype, spec.numpy_dtype, spec.shape, True))
+    return sorted(fields, key=lambda field: -field.numpy_dtype.itemsize)
 
 
-_NUMPY = {name: torch.empty(0, dtype=dtype).numpy().dtype for name, dtype in PER_TOKEN.items()}
+def wrapper(framework: Framework) -> Callable[[NDArray[Any]], Any]:
+    """Return the function that turns numpy's arrays into those of a batch, without a copy."""
+    if framework == "numpy":
+        return lambda array: array
+    from torch import from_numpy  # noqa: PLC0415 (other frameworks do without torch)
+
+    return from_numpy
 
 
-class Buffers(dict[str, torch.Tensor]):
-    """Memory of one micro batch: tensors by name, reused for several batches.
+class Buffers(dict[str, Any]):
+    """Memory of one micro batch: tensors (or numpy arrays) by name, reused for several batches.
 
     Args:
         tensors: by name, with the same leading dimensions.
@@ -512,7 +451,7 @@ class Buffers(dict[str, torch.Tensor]):
 
     def __init__(
         self,
-        tensors: Mapping[str, torch.Tensor],
+        tensors: Mapping[str, Any],
         arrays: dict[str, NDArray[Any]],
         columns: Columns,
         num_leading: int,
@@ -521,38 +460,48 @@ class Buffers(dict[str, torch.Tensor]):
         self.arrays, self.columns, self._leading = arrays, columns, num_leading
         # An argument for C++, if there are columns.
         self.column_arrays = ([arrays[name] for name in columns],) if columns else ()
-        self._shaped: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}
+        self._shaped: dict[tuple[int, ...], dict[str, Any]] = {}
 
-    def shaped(self, shape: tuple[int, int]) -> dict[str, torch.Tensor]:
+    def shaped(self, shape: tuple[int, int]) -> dict[str, Any]:
         """Return views of the given shape."""
         if shape not in self._shaped:
             leading = self._leading
             self._shaped[shape] = {
                 name: tensor
                 if tensor.shape[:leading] == shape
-                else tensor.view(*shape, *tensor.shape[leading:])
+                else tensor.reshape(*shape, *tensor.shape[leading:])
                 for name, tensor in self.items()
             }
         return self._shaped[shape]
 
 
 def allocate(
-    num_tokens: int, *, columns: Columns | None = None, pin_memory: bool = False
+    num_tokens: int,
+    *,
+    columns: Columns | None = None,
+    pin_memory: bool = False,
+    framework: Framework = "torch",
 ) -> Buffers:
     """Return new buffers for micro batches of ``num_tokens`` tokens, and for columns
-    (``PackedDataset.columns``)."""
-    options: dict[str, Any] = {"pin_memory": pin_memory}
-    tensors = {n: torch.empty(num_tokens, dtype=t, **options) for n, t in PER_TOKEN.items()}
-    arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
-    for name, spec in (columns or {}).items():
-        dtype, shape = getattr(torch, spec.dtype), (num_tokens, *spec.shape)
-        tensors[name] = torch.empty(shape, dtype=dtype, **options)
-        arrays[name] = tensors[name].view(-1).view(torch.uint8).numpy()
+    (``PackedDataset.columns``). numpy has no bfloat16: such a column has its bits, uint16."""
+    tensors: dict[str, Any] = {}
+    arrays = {}
+    for name, dtype, numpy_dtype, shape, is_column in _fields(columns or {}):
+        if framework == "numpy":
+            tensors[name] = array = np.empty((num_tokens, *shape), numpy_dtype)
+            arrays[name] = array.reshape(-1).view(np.uint8) if is_column else array
+            continue
+        import torch  # noqa: PLC0415
+
+        torch_dtype = getattr(torch, dtype)
+        tensor = torch.empty((num_tokens, *shape), dtype=torch_dtype, pin_memory=pin_memory)
+        tensors[name] = tensor
+        arrays[name] = (tensor.view(-1).view(torch.uint8) if is_column else tensor).numpy()
     return Buffers(tensors, arrays, columns or {}, 1)
 
 
 class ReusedBuffers:
-    """Buffers that reuse memory once nothing refers to it. Safe to share between threads.
+    """Tensors whose memory is reused once nothing refers to it. Safe to share between threads.
 
     New memory costs several times what is written into it: the kernel clears it page by page. At
     most ``MAX_BLOCKS`` free blocks are kept.
@@ -564,22 +513,24 @@ class ReusedBuffers:
         self._pool = _core.MemoryPool(self.MAX_BLOCKS)
         self._columns = columns or {}
         self._fields = _fields(self._columns)
-        self._token_bytes = sum(field.token_bytes for field in self._fields.values())
+        self._token_bytes = sum(field.token_bytes for field in self._fields)
 
     def take(self, rows: int, row_tokens: int) -> Buffers:
         """Return buffers of the given shape, not cleared."""
+        import torch  # noqa: PLC0415
+
         num_tokens = rows * row_tokens
         tensors, arrays, begin = {}, {}, 0
         block = self._pool.take(num_tokens * self._token_bytes)
-        for name, field in self._fields.items():
-            end = begin + num_tokens * field.token_bytes
+        for field in self._fields:
+            name, end = field.name, begin + num_tokens * field.token_bytes
             # A tensor keeps a reference to its array, and the array to the block.
             arrays[name] = block[begin:end]
             if field.is_column:
-                numbers = torch.from_numpy(arrays[name]).view(field.dtype)
+                numbers = torch.from_numpy(arrays[name]).view(getattr(torch, field.dtype))
                 tensors[name] = numbers.view(rows, row_tokens, *field.shape)
             else:
-                arrays[name] = arrays[name].view(_NUMPY[name])
+                arrays[name] = arrays[name].view(field.numpy_dtype)
                 tensors[name] = torch.from_numpy(arrays[name].reshape(rows, row_tokens))
             begin = end
         return Buffers(tensors, arrays, self._columns, 2)

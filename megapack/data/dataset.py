@@ -15,12 +15,10 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
-import torch
 from numpy.typing import ArrayLike, NDArray
-from torch.utils.data import Dataset
 
 from megapack import _core
 from megapack.calls import checked_call, given
@@ -29,6 +27,7 @@ from megapack.data.batch import (
     BatchLayout,
     Bounds,
     Buffers,
+    Framework,
     allocate,
     check_targets,
     cut_bounds,
@@ -36,6 +35,7 @@ from megapack.data.batch import (
     mtp_targets,
     per_token,
     tree_entries,
+    wrapper,
 )
 from megapack.data.blend import BlendConfig, Mixture, Stage
 from megapack.data.documents import (
@@ -58,6 +58,13 @@ from megapack.storage import IndexedDataset
 from megapack.storage.columns import INTERPRETED, LABELS, WEIGHTS
 from megapack.units import checked_integer
 
+if TYPE_CHECKING:
+    from torch.utils.data import Dataset
+
+    _Dataset = Dataset[Batch]
+else:  # torch's DataLoader accepts any class with these methods, and numpy users may lack torch
+    _Dataset = object
+
 Ids = NDArray[np.int64]
 
 
@@ -74,7 +81,7 @@ class SampleSegments(NamedTuple):
     """1 if its document has a next token, else 0."""
 
 
-class PackedDataset(Dataset[Batch]):
+class PackedDataset(_Dataset):
     """Samples and micro batches of documents on disk and an index over them.
 
     ``dataset[i]`` is one sample of its bucket's capacity; ``dataset.micro_batch(ids)`` a micro
@@ -105,6 +112,8 @@ class PackedDataset(Dataset[Batch]):
             otherwise rows must be longer than the capacity.
         num_mtp_targets: targets of multi-token prediction per position, in addition to its label
             (``megapack.data.batch.mtp_targets``).
+        framework: ``torch``: batches of tensors; ``numpy``: of numpy arrays, for JAX and others;
+            torch is then neither imported nor needed.
         mixture: settings of a blend and its run.
         weights .. fim_rates: fields that replace those of ``mixture``; None: as there. Names
             default to the prefixes.
@@ -114,6 +123,7 @@ class PackedDataset(Dataset[Batch]):
 
     Attributes:
         datasets: documents of every source.
+        framework: as given.
         columns: types of the columns that batches carry.
         samples: facts about all samples.
         remote_reads: prefetches documents from object stores.
@@ -137,6 +147,7 @@ class PackedDataset(Dataset[Batch]):
         pad_token: int = 0,
         alignment: int = 1,
         num_mtp_targets: int = 0,
+        framework: Framework = "torch",
         mixture: Mixture | None = None,
         weights: Sequence[float | None] | None = None,
         names: Sequence[str] | None = None,
@@ -161,6 +172,8 @@ class PackedDataset(Dataset[Batch]):
         checked_integer("pad_token", pad_token, -(1 << 63), (1 << 63) - 1)
         checked_integer("alignment", alignment, 1, (1 << 31) - 1)
         checked_integer("num_mtp_targets", num_mtp_targets, 0, 64)
+        if framework not in get_args(Framework):
+            raise ConfigError(f"framework is {framework!r}; it must be 'torch' or 'numpy'")
         in_groups = attention == "group" and label_boundary == "document"
         self._options: dict[str, Any] = {
             "positions": positions,
@@ -173,6 +186,7 @@ class PackedDataset(Dataset[Batch]):
         if attention == "tree":
             check_tree_options(self._options)
         check_targets(num_mtp_targets, self._options)
+        self.framework = framework
         self.datasets, indices = open_sources(
             dataset, index, labels, token_weights, positions=positions
         )
@@ -231,11 +245,13 @@ class PackedDataset(Dataset[Batch]):
     def __getstate__(self) -> dict[str, Any]:
         samples = self.samples
         connection = (samples.indices, samples.mixture, samples.exclusions, samples.fim)
-        state = {"_options": self._options, "datasets": self.datasets, "connection": connection}
+        names = ("_options", "framework", "datasets")
+        state = {name: getattr(self, name) for name in names} | {"connection": connection}
         return {**state, "columns": self._column_identities()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._options, self.datasets = state["_options"], state["datasets"]
+        for name in ("_options", "framework", "datasets"):
+            setattr(self, name, state[name])
         self._connect(*state["connection"])
         if self._column_identities() != state["columns"]:
             raise FormatError(
@@ -388,20 +404,26 @@ class PackedDataset(Dataset[Batch]):
         cu_seqlens, cu_seqlens_padded, dataset_ids, max_seqlen, trees = bounds
         stream = layout.kind == "stream"
         batch: Batch = {**buffers.shaped((1, rows * row_tokens) if stream else (rows, row_tokens))}
-        batch["cu_seqlens"] = layout.listed(cu_seqlens, rows)
+        others: Batch = {"cu_seqlens": layout.listed(cu_seqlens, rows)}
         if cu_seqlens_padded is not None:
-            batch["cu_seqlens_padded"] = layout.listed(cu_seqlens_padded, rows)
-        batch["dataset_ids"] = torch.from_numpy(dataset_ids)
-        batch["max_seqlen"] = max_seqlen
+            others["cu_seqlens_padded"] = layout.listed(cu_seqlens_padded, rows)
+        others["dataset_ids"] = dataset_ids
+        others["max_seqlen"] = max_seqlen
         if trees is not None:
-            batch |= tree_entries(bounds)
+            others |= tree_entries(bounds)
         if num_targets := self._options["num_mtp_targets"]:
-            batch |= mtp_targets(batch, num_targets, attention=self._options["attention"])
+            attention = self._options["attention"]
+            others |= mtp_targets(batch | others, num_targets, attention=attention)
+        wrap = wrapper(self.framework)
+        for name, value in others.items():
+            batch[name] = value if isinstance(value, int) else wrap(value)
         return batch
 
     def allocate(self, num_tokens: int, *, pin_memory: bool = False) -> Buffers:
         """Return new buffers for micro batches of ``num_tokens`` tokens, with columns."""
-        return allocate(num_tokens, columns=self.columns, pin_memory=pin_memory)
+        return allocate(
+            num_tokens, columns=self.columns, pin_memory=pin_memory, framework=self.framework
+        )
 
     def max_cu_seqlens(self, layout: BatchLayout, capacity: int, window: int | None = None) -> int:
         """Return an upper bound on the entries of cu_seqlens in any micro batch of a bucket."""

@@ -3,9 +3,7 @@
 - ``build_loader``, ``PackedLoader``: a schedule and its data -> batches, in this order:
 
     micro batches -> prefetch_remote -> prefetch_local -> gather -> ThreadPrefetcher -> to_device
-    of the sampler   object stores      disks                       a thread            CUDA stream
-
-- ``RankChecker``: stops the run if the ranks disagree on the content of a step.
+    of the sampler   object stores      disks                       a thread            (tensors.py)
 
 The gather releases the GIL, so one thread keeps up with any trainer; worker processes would copy
 every batch between processes. To use them anyway, pass PackedDataset and BucketBatchSampler to
@@ -17,29 +15,28 @@ from __future__ import annotations
 import logging
 import resource
 import sys
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
-import torch
-import torch.distributed as dist
-import xxhash
 
 from megapack import _core
 from megapack.calls import checked_call
 from megapack.config import check_range
-from megapack.data.batch import Batch, BatchLayout, MicroBatch, cut_slice
+from megapack.data.batch import Batch, BatchLayout, MicroBatch, cut_slice, wrapper
 from megapack.data.dataset import PackedDataset
 from megapack.data.documents import RemoteReads
 from megapack.data.report import plan_run
-from megapack.data.resume import OPTIONAL
 from megapack.data.sampler import BucketBatchSampler
 from megapack.data.schedule import Schedule
-from megapack.errors import ConfigError, IndexMismatchError, RankMismatchError
+from megapack.errors import ConfigError, IndexMismatchError
+
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 
@@ -73,43 +70,6 @@ class ThreadPrefetcher(Iterator[T]):
         self._ahead.clear()
         if not self._interpreter_ends():  # the interpreter joins the threads of pools itself
             self._thread.shutdown(cancel_futures=True)
-
-
-def to_device(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
-    """Yield batches with their tensors on ``device``, copied one batch ahead on a separate stream.
-    On the CPU, batches are unchanged. Without pinned memory the copies are synchronous."""
-    if device.type != "cuda":
-        yield from batches
-        return
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    ahead: tuple[Batch, torch.cuda.Event] | None = None
-    for batch in batches:
-        with torch.cuda.stream(stream):
-            copied = _copy(batch, device), stream.record_event()
-        if ahead is not None:
-            yield _wait_for_copy(*ahead, device)
-        ahead = copied
-    if ahead is not None:
-        yield _wait_for_copy(*ahead, device)
-
-
-def _copy(batch: Batch, device: torch.device) -> Batch:
-    return {
-        name: value.to(device, non_blocking=True)
-        if isinstance(value, torch.Tensor) and name not in ("sample_ids", "source")
-        else value
-        for name, value in batch.items()
-    }
-
-
-def _wait_for_copy(batch: Batch, copied: torch.cuda.Event, device: torch.device) -> Batch:
-    """Let the trainer's stream wait for the copies and keep their memory while it uses them."""
-    current = torch.cuda.current_stream(device)
-    current.wait_event(copied)
-    for value in batch.values():
-        if isinstance(value, torch.Tensor) and value.is_cuda:
-            value.record_stream(current)
-    return batch
 
 
 _PORTIONS = 8
@@ -334,15 +294,24 @@ def build_loader(
         layouts[capacity] = of_bucket
     if sampler.data_parallel_rank == 0 and log.isEnabledFor(logging.INFO):
         log.info("%s", plan_run(schedule, sampler.start_step + sampler.num_steps))
+    if dataset.framework == "numpy" and (pin_memory or device is not None):
+        raise ConfigError(
+            "pin_memory and device are for tensors, and the dataset has framework='numpy': leave "
+            "both out, and copy batches with jax.device_put"
+        )
+    if pin_memory:
+        from torch.cuda import is_available  # noqa: PLC0415
+
+        pin_memory = is_available()
     return PackedLoader(
         dataset=dataset,
         sampler=sampler,
         layouts=layouts,
         prefetch=prefetch,
         read_ahead=read_ahead,
-        pin_memory=pin_memory and torch.cuda.is_available(),
+        pin_memory=pin_memory,
         reuse_buffers=reuse_buffers,
-        device=None if device is None else torch.device(device),
+        device=device,
         check_ranks_every=check_ranks_every,
     )
 
@@ -358,7 +327,7 @@ class PackedLoader:
     read_ahead: int
     pin_memory: bool
     reuse_buffers: bool
-    device: torch.device | None
+    device: torch.device | str | None
     check_ranks_every: int
 
     @property
@@ -379,10 +348,16 @@ class PackedLoader:
         batches = self._from_thread() if self.prefetch else self._gathered()
         if self.check_ranks_every:
             batches = self._checked(batches)
-        return batches if self.device is None else to_device(batches, self.device)
+        if self.device is None:
+            return batches
+        from megapack.data.tensors import to_device  # noqa: PLC0415 (needs torch)
+
+        return to_device(batches, self.device)
 
     def _checked(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Compare the ranks before the first batch of a step, in the consumer's thread."""
+        from megapack.data.tensors import RankChecker  # noqa: PLC0415 (needs torch)
+
         checker = RankChecker(self.sampler, every=self.check_ranks_every)
         for batch in batches:
             if batch["micro_step"] == 0:
@@ -402,7 +377,7 @@ class PackedLoader:
             self.dataset.allocate(self.sampler.micro_batch_tokens, pin_memory=self.pin_memory)
             for _ in range(self.prefetch + 2 if self.reuse_buffers else 0)
         ]
-        indices = read_indices(self.dataset)
+        indices, wrap = read_indices(self.dataset), wrapper(self.dataset.framework)
         upcoming: Iterable[MicroBatch] = self.sampler
         if self.dataset.remote_reads.any:
             upcoming = prefetch_remote(upcoming, self.dataset.remote_reads)
@@ -417,79 +392,7 @@ class PackedLoader:
             _, row_tokens = layout.rows(item.capacity)
             if shared > 1:
                 batch = cut_slice(batch, self.sampler.data_parallel_rank % shared, shared)
-            yield {**batch, **item.about(), "row_tokens": row_tokens}
+            about = item.about()
+            about |= {name: wrap(about[name]) for name in ("sample_ids", "source")}
+            yield {**batch, **about, "row_tokens": row_tokens}
             next(indices, None)
-
-
-class RankChecker:
-    """Comparison of the ranks of the default process group: every ``every`` steps, and before the
-    first, they exchange a few integers that describe their next step. A rank with another seed,
-    file or step would silently train on other batches."""
-
-    def __init__(self, sampler: BucketBatchSampler, *, every: int = 100) -> None:
-        self._sampler, self._every = sampler, every
-        self._calls = 0
-        self._fixed: dict[str, Any] = {
-            "check_ranks_every": every,
-            **sampler.launch,
-            "last_step": sampler.start_step + sampler.num_steps,
-            **dict.fromkeys(OPTIONAL),  # every rank must send the same number of fields
-            **sampler.schedule.identity(),
-        }
-
-    def check(self, step: int) -> None:
-        """Compare the ranks before ``step``; all ranks call it equally often. Raises
-        RankMismatchError on every rank, naming the ranks and the fields that differ."""
-        # Count calls, not steps: ranks at different steps must still exchange at the same call.
-        is_due = self._calls % self._every == 0
-        self._calls += 1
-        if not is_due:
-            return
-        content = self._sampler.schedule.step(step)
-        fields = {
-            "step": step,
-            **self._fixed,
-            "num_micro_steps": self._sampler.num_micro_steps(step),
-            "bucket": content.bucket,
-            "sample_ids": xxhash.xxh3_64_intdigest(content.sample_ids.tobytes()),
-        }
-        table = _gather([_code(value) for value in fields.values()])
-        problems = [
-            _describe(name, [row[i] for row in table])
-            for i, name in enumerate(fields)
-            if len({row[i] for row in table}) > 1
-        ]
-        if problems:
-            raise RankMismatchError(
-                f"ranks disagree at step {step}: {'; '.join(problems)}. Start all ranks with the "
-                "same files and configuration"
-            )
-
-
-def _code(value: Any) -> int:
-    """Return a small integer unchanged, everything else as a 62-bit hash."""
-    if isinstance(value, int) and 0 <= value < 1 << 40:
-        return value
-    return xxhash.xxh3_64_intdigest(repr(value).encode()) >> 2 | 1 << 61
-
-
-def _gather(codes: list[int]) -> list[list[int]]:
-    on_gpu = dist.get_backend() == "nccl"
-    of_rank = torch.tensor(codes, dtype=torch.int64, device="cuda" if on_gpu else "cpu")
-    table = [torch.empty_like(of_rank) for _ in range(dist.get_world_size())]
-    dist.all_gather(table, of_rank)
-    return [row.tolist() for row in table]
-
-
-def _describe(name: str, codes: list[int]) -> str:
-    """Return text such as ``seed is 8 on rank 2 and 7 on the other 3``."""
-    common, num_common = Counter(codes).most_common(1)[0]
-    differing = [
-        f"{_format(code)} on rank {rank}" for rank, code in enumerate(codes) if code != common
-    ]
-    ranks = ", ".join(differing[:8])
-    return f"{name} is {ranks} and {_format(common)} on the other {num_common}"
-
-
-def _format(code: int) -> str:
-    return str(code) if code < 1 << 40 else f"#{code & 0xFFFFFFFF:08x}"

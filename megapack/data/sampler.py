@@ -28,13 +28,12 @@ of f w over all its labels:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import Sampler
 
 from megapack import _core
 from megapack.calls import checked_call
@@ -133,7 +132,7 @@ def _max_over_mean(loads: Ids) -> float:
     return float(loads.max() / mean) if mean else 1.0
 
 
-class BucketBatchSampler(Sampler[MicroBatch]):
+class BucketBatchSampler(Iterable[MicroBatch]):
     """Sampler of one rank's micro batches, in order.
 
     Every rank takes the same number of micro steps, and at each of them all ranks have the same

@@ -16,22 +16,26 @@ of two documents; the first is cut, and its next token is 7:
     text          5  6   8  9  0      GPT-NeoX: one more token, labels by shifting: mask 1 0 1 0
     positions     0  1   0  1         torchtitan: a document begins at each 0
     lengths       2  2                OLMo-core
+    segmentation  1  1   2  2         MaxText, grain: of the tokens, 0 in padding
+                  1  1   2  0         and of the labels: 0 is their mask
+
+Batches of numpy arrays give numpy arrays, and torch is not imported for them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-from torch import Tensor
-from torch.nn.functional import pad
+import numpy as np
+from numpy.typing import NDArray
 
-from megapack.attention.transformers_interface import ENDS, LONGEST
-from megapack.data.batch import MTP_TARGETS, column_names
+from megapack.data.batch import MTP_TARGETS, Framework, column_names, wrapper
 from megapack.errors import ConfigError
-from megapack.probe import SegmentPlaces
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 IGNORED = -100
 
@@ -51,6 +55,10 @@ class Dialect:
         mask_of_target: the mask refers to the predicted token, not to the predicting position.
         mask_dtype: float32 holds any weight, other dtypes 0 and 1.
         positions: key of the position ids, int64 (rows, R).
+        target_positions: key of the position of the token that predicts each label: the same.
+        segmentation: keys of the number of every token's segment, (rows, R), counted from 1 in each
+            row, 0 in padding; and of the same number where the position has a label, else 0.
+        integers: dtype of tokens, labels, positions and segmentation.
         restart: the host starts a document at each position 0, so it supports no other positions
             and no attention windows.
         ends: keys of cu_seqlens, in the form of the batch.
@@ -71,12 +79,15 @@ class Dialect:
     ignored: int = IGNORED
     mask: str | None = None
     mask_of_target: bool = False
-    mask_dtype: torch.dtype = torch.float32
+    mask_dtype: str = "float32"
     positions: str | None = None
+    target_positions: str | None = None
+    segmentation: tuple[str, str] | None = None
+    integers: str = "int64"
     restart: bool = False
     ends: tuple[str, ...] = ()
     padded_ends: tuple[str, ...] = ()
-    ends_dtype: torch.dtype = torch.int32
+    ends_dtype: str = "int32"
     longest: tuple[str, ...] = ()
     lengths: tuple[str, str] | None = None
     flat: bool = False
@@ -89,8 +100,8 @@ TRANSFORMERS = Dialect(
     labels="shift_labels",
     target_labels="labels",
     positions="position_ids",
-    ends=ENDS,
-    longest=LONGEST,
+    ends=("cu_seq_lens_q", "cu_seq_lens_k"),
+    longest=("max_length_q", "max_length_k"),
     columns=True,
 )
 # Ignored labels are 0: Megatron indexes logits with every label before it multiplies by the mask.
@@ -121,10 +132,10 @@ GPT_NEOX = Dialect(
     tokens="text",
     one_more=True,
     mask=MASK,
-    mask_dtype=torch.int64,
+    mask_dtype="int64",
     positions=POSITIONS,
     ends=(BOUNDARIES,),
-    ends_dtype=torch.int64,
+    ends_dtype="int64",
 )
 GPT_NEOX_LABELS = replace(GPT_NEOX, target_labels="label")
 MEGATRON_DEEPSPEED = replace(GPT_NEOX, name="Megatron-DeepSpeed")
@@ -137,7 +148,7 @@ OLMO_CORE = Dialect(
 )
 # OLMo-core's evaluation derives labels from the tokens.
 OLMO_CORE_EVALUATION = replace(
-    OLMO_CORE, labels=None, mask="label_mask", mask_of_target=True, mask_dtype=torch.bool
+    OLMO_CORE, labels=None, mask="label_mask", mask_of_target=True, mask_dtype="bool"
 )
 # Ignored labels are 0: nanotron's loss indexes with every label before it multiplies by the mask.
 NANOTRON = Dialect(
@@ -146,7 +157,7 @@ NANOTRON = Dialect(
     labels="label_ids",
     ignored=0,
     mask="label_mask",
-    mask_dtype=torch.bool,
+    mask_dtype="bool",
     positions="position_ids",
     restart=True,
 )
@@ -158,6 +169,24 @@ VERL_SFT = Dialect(
     positions="position_ids",
     restart=True,
 )
+# Their losses multiply by ``targets_segmentation != 0``; every label must be a valid index.
+MAXTEXT = Dialect(
+    name="MaxText",
+    tokens="inputs",
+    labels="targets",
+    ignored=0,
+    positions="inputs_position",
+    target_positions="targets_position",
+    segmentation=("inputs_segmentation", "targets_segmentation"),
+    integers="int32",
+)
+GRAIN = replace(
+    MAXTEXT,
+    name="grain",
+    positions="inputs_positions",
+    target_positions="targets_positions",
+    segmentation=("inputs_segment_ids", "targets_segment_ids"),
+)
 DIALECTS = {
     name.lower(): value for name, value in dict(globals()).items() if isinstance(value, Dialect)
 }
@@ -168,10 +197,10 @@ DIALECTS = {
 
 
 class LossTerms(NamedTuple):
-    """Target and loss weight of every position; weight 0: no loss."""
+    """Target and loss weight of every position; weight 0: no loss. Tensors, or numpy arrays."""
 
-    targets: Tensor  # int64 (rows, R)
-    weights: Tensor  # float32 (rows, R)
+    targets: Any  # int64 (rows, R)
+    weights: Any  # float32 (rows, R)
 
 
 def loss_terms(batch: Mapping[str, Any], dialect: Dialect) -> LossTerms:
@@ -181,15 +210,32 @@ def loss_terms(batch: Mapping[str, Any], dialect: Dialect) -> LossTerms:
     of a document that is cut there) is dropped. One that shifts rows of R tokens loses the label of
     the last position.
     """
-    tokens, labels, weights = batch["tokens"], batch["labels"], batch["loss_mask"]
+    return LossTerms(*map(wrapper(_framework(batch)), _loss_terms(batch, dialect)))
+
+
+def _framework(batch: Mapping[str, Any]) -> Framework:
+    return "numpy" if isinstance(batch["tokens"], np.ndarray) else "torch"
+
+
+def _loss_terms(batch: Mapping[str, Any], dialect: Dialect) -> tuple[NDArray[Any], NDArray[Any]]:
+    names = ("tokens", "labels", "loss_mask")
+    tokens, labels, weights = (np.asarray(batch[name]) for name in names)
     if dialect.labels is None and dialect.target_labels is None:  # the host takes them from text
-        following = pad(tokens[:, 1:], (0, 1), value=IGNORED)
+        following = _shift(tokens, -1, IGNORED)
         if dialect.one_more:
             following[:, -1] = labels[:, -1]
         weights = weights * (labels == following)
     elif dialect.labels is None and not dialect.one_more:
-        weights = pad(weights[:, :-1], (0, 1))
-    return LossTerms(labels, weights)
+        weights = weights.copy()
+        weights[:, -1] = 0
+    return labels, weights
+
+
+def _shift(values: NDArray[Any], by: int, fill: int) -> NDArray[Any]:
+    """Return rows whose values are moved right (1) or left (-1), with ``fill`` where none is."""
+    moved = np.roll(values, by, axis=1)
+    moved[:, 0 if by > 0 else -1] = fill
+    return moved
 
 
 def check_columns(names: Iterable[str], dialect: Dialect) -> None:
@@ -214,67 +260,99 @@ def emit(batch: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
     windows with ``restart``, aligned segments, or columns."""
     carried = [*column_names(batch), *(name for name in MTP_TARGETS if name in batch)]
     check_columns(carried, dialect)
-    labels, weights = loss_terms(batch, dialect)
-    out: dict[str, Any] = {dialect.tokens: batch["tokens"]}
+    if "cu_seqlens_padded" in batch and not dialect.padded_ends:
+        raise ConfigError(
+            f"segments are aligned (context parallelism), but a batch of {dialect.name} cannot "
+            "describe the padding between them: leave align out"
+        )
+    labels, weights = _loss_terms(batch, dialect)
+    tokens = np.asarray(batch["tokens"])
     if dialect.one_more:  # append the last label, or any id if there is none
-        last_label = batch["labels"][:, -1:].clamp(min=0)
-        out[dialect.tokens] = torch.cat([batch["tokens"], last_label], dim=1)
-    any_weight = dialect.mask is not None and dialect.mask_dtype == torch.float32
+        tokens = np.concatenate([tokens, np.maximum(labels[:, -1:], 0)], axis=1)
+    out: dict[str, Any] = {dialect.tokens: tokens}
+    any_weight = dialect.mask is not None and dialect.mask_dtype == "float32"
     if not any_weight and not ((weights == 0) | (weights == 1)).all():
         raise ConfigError(
             f"sources have loss weights other than 0 and 1, but {dialect.name} supports only 0 and "
             "1: leave loss_weight out, or use weights of 0 and 1"
         )
     if dialect.mask is None:
-        labels = labels.masked_fill(weights == 0, IGNORED)
+        labels = np.where(weights == 0, IGNORED, labels)
     if dialect.ignored != IGNORED:
-        labels = labels.clamp(min=dialect.ignored)
+        labels = np.maximum(labels, dialect.ignored)
     if dialect.labels is not None:
         out[dialect.labels] = labels
     if dialect.target_labels is not None:
-        shifted = labels if dialect.one_more else labels[:, :-1]
-        out[dialect.target_labels] = pad(shifted, (1, 0), value=dialect.ignored)
+        last = labels[:, -1:] if dialect.one_more else labels[:, :0]
+        out[dialect.target_labels] = np.hstack([_shift(labels, 1, dialect.ignored), last])
     if dialect.mask is not None:
-        mask = pad(weights[:, :-1], (1, 0)) if dialect.mask_of_target else weights
-        out[dialect.mask] = mask.to(dialect.mask_dtype)
-    if dialect.positions is not None:
-        out[dialect.positions] = batch["position_ids"]
-    out |= {name: batch[name] for name in carried}
+        mask = _shift(weights, 1, 0) if dialect.mask_of_target else weights
+        out[dialect.mask] = mask.astype(dialect.mask_dtype, copy=False)
+    for key in filter(None, (dialect.positions, dialect.target_positions)):
+        out[key] = np.asarray(batch["position_ids"])
+    if dialect.segmentation is not None:
+        numbers = _segmentation(batch)
+        out |= zip(dialect.segmentation, (numbers, numbers * (weights != 0)), strict=True)
+    for key, value in out.items():
+        if value.dtype == np.int64:
+            out[key] = value.astype(dialect.integers, copy=False)
     _add_boundaries(batch, dialect, out)
+    wrap = wrapper(_framework(batch))
+    out = {key: wrap(v) if isinstance(v, np.ndarray) else v for key, v in out.items()}
+    out |= {name: batch[name] for name in carried}
     return {key: value.flatten() for key, value in out.items()} if dialect.flat else out
 
 
 def join_ends(ends: Tensor) -> Tensor:
     """Join boundaries of rows, ``(rows, n)``, perhaps with repeated tails, into int32 1-D."""
     lengths = ends.diff(dim=-1).flatten()
-    return pad(lengths[lengths > 0].cumsum(0), (1, 0)).to(torch.int32)
+    joined = ends.new_zeros(int((lengths > 0).sum()) + 1)
+    joined[1:] = lengths[lengths > 0].cumsum(0)
+    return joined.int()
+
+
+def _segments(batch: Mapping[str, Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the row and the length of every segment, without empty ones."""
+    row_tokens = batch["tokens"].shape[1]
+    ends = np.atleast_2d(np.asarray(batch["cu_seqlens"], np.int64))
+    begins = ends[:, :-1] + row_tokens * np.arange(len(ends))[:, None]
+    lengths = np.diff(ends)
+    return begins[lengths > 0] // row_tokens, lengths[lengths > 0]
+
+
+def _segmentation(batch: Mapping[str, Any]) -> NDArray[np.int64]:
+    """Return the number of every token's segment in its row, from 1; 0 in padding, if the batch
+    has ``dataset_ids``."""
+    rows, lengths = _segments(batch)
+    numbers: NDArray[np.int64] = np.arange(len(rows)) - np.searchsorted(rows, rows) + 1
+    if "dataset_ids" in batch:
+        numbers = numbers * (np.asarray(batch["dataset_ids"]) >= 0)
+    return numbers.repeat(lengths).reshape(-1, batch["tokens"].shape[1])
 
 
 def _add_boundaries(batch: Mapping[str, Any], dialect: Dialect, out: dict[str, Any]) -> None:
     """Add the boundaries of documents to ``out``, in every form of the dialect."""
     aligned = batch.get("cu_seqlens_padded")
-    if aligned is not None and not dialect.padded_ends:
-        raise ConfigError(
-            f"segments are aligned (context parallelism), but a batch of {dialect.name} cannot "
-            "describe the padding between them: leave align out"
-        )
-    out |= {key: batch["cu_seqlens"].to(dialect.ends_dtype) for key in dialect.ends}
+    ends = np.asarray(batch["cu_seqlens"]).astype(dialect.ends_dtype, copy=False)
+    out |= dict.fromkeys(dialect.ends, ends)
     if aligned is not None:
-        out |= {key: aligned.to(dialect.ends_dtype) for key in dialect.padded_ends}
+        padded_ends = np.asarray(aligned).astype(dialect.ends_dtype, copy=False)
+        out |= dict.fromkeys(dialect.padded_ends, padded_ends)
     out |= {key: batch["max_seqlen"] for key in dialect.longest}
     if not (dialect.restart or dialect.lengths):
         return
-    segments = SegmentPlaces.of(batch)
-    rows, row = batch["tokens"].shape
-    if dialect.restart and not torch.equal(segments.positions(), batch["position_ids"].flatten()):
+    row_of_segment, lengths = _segments(batch)
+    positions = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    if dialect.restart and not np.array_equal(positions, np.ravel(batch["position_ids"])):
         raise ConfigError(
             f"{dialect.name} starts a document at every position 0, so it supports neither "
             "attention windows nor positions that continue across samples: leave "
             "attention_window out and use positions: segment, attention: document"
         )
     if dialect.lengths is not None:
-        row_of_segment = segments.begins // row
-        lengths = [segments.lengths[row_of_segment == i].to(torch.int32) for i in range(rows)]
+        of_rows = [lengths[row_of_segment == i] for i in range(len(batch["tokens"]))]
         key, longest = dialect.lengths
-        out[key] = torch.nn.utils.rnn.pad_sequence(lengths, batch_first=True)
-        out[longest] = [int(values.max()) for values in lengths]
+        out[key] = np.zeros((len(of_rows), max(map(len, of_rows))), np.int32)
+        for row, of_row in zip(out[key], of_rows, strict=True):
+            row[: len(of_row)] = of_row
+        out[longest] = [int(values.max()) for values in of_rows]

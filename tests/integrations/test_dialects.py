@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megapack.attention.transformers_interface import ENDS, LONGEST
 from megapack.data import BatchLayout, PackedDataset
 from megapack.data.steps import StepView
 from megapack.errors import ConfigError
@@ -53,7 +54,9 @@ def read_back(told: dict[str, Any], dialect: Dialect) -> Told:
     else:
         source = told[dialect.target_labels] if dialect.target_labels else text
         targets = source[:, 1:] if dialect.one_more else source.roll(-1, dims=1)
-    if dialect.mask is None:
+    if dialect.segmentation is not None:
+        weights = (told[dialect.segmentation[1]] != 0).float()
+    elif dialect.mask is None:
         weights = (targets != dialect.ignored).float()
     else:
         weights = told[dialect.mask].float()
@@ -66,6 +69,9 @@ def _segments(told: dict[str, Any], dialect: Dialect, shape: torch.Size) -> list
     rows, row = shape
     if dialect.lengths is not None:
         return spans([[n for n in line if n] for line in told[dialect.lengths[0]].tolist()], row)
+    if dialect.segmentation is not None:
+        numbers = [line.tolist() for line in told[dialect.segmentation[0]]]
+        return spans([[len([*same]) for _, same in groupby(line)] for line in numbers], row)
     if dialect.restart:
         starts = (told[dialect.positions or ""] == 0).view(rows, row).tolist()
         begins = [[i for i, first in enumerate(line) if first] + [row] for line in starts]
@@ -179,6 +185,47 @@ def test_dialects_read_back_equal_the_batch(name: str, made: Made) -> None:
     assert all(torch.equal(torch.as_tensor(batch[key]), value) for key, value in before.items())
 
 
+@pytest.mark.parametrize("name", NAMES)
+@given(made=batches())
+def test_arrays_of_numpy_give_the_same_batch_as_tensors(name: str, made: Made) -> None:
+    batch, _ = made
+    dialect = DIALECTS[name]
+    arrays = {k: v.numpy() if isinstance(v, Tensor) else v for k, v in batch.items()}
+    of_tensors, of_arrays = emit(batch, dialect), emit(arrays, dialect)
+    assert [*of_tensors] == [*of_arrays]
+    for key, value in of_tensors.items():
+        assert isinstance(value, Tensor) == isinstance(of_arrays[key], np.ndarray)
+        assert not isinstance(value, Tensor) or value.numpy().dtype == of_arrays[key].dtype
+        assert np.array_equal(value, of_arrays[key])
+
+
+@pytest.mark.parametrize("name", ["maxtext", "grain"])
+def test_segments_are_numbered_from_1_in_every_row_and_padding_is_0(name: str) -> None:
+    dialect = DIALECTS[name]
+    tokens = np.array([[5, 6, 8, 9, 0], [3, 4, 5, 6, 7]])
+    labels = np.array([[6, 7, 9, -100, -100], [4, 5, 6, 7, -100]])
+    batch = {
+        "tokens": tokens,
+        "labels": labels,
+        "loss_mask": (labels >= 0).astype(np.float32),
+        "position_ids": np.array([[0, 1, 0, 1, 0], [0, 1, 2, 3, 4]]),
+        "cu_seqlens": np.array([[0, 2, 4, 5], [0, 5, 5, 5]], np.int32),
+        "dataset_ids": np.array([0, 0, -1, 0], np.int32),
+        "max_seqlen": 5,
+    }
+    told = emit(batch, dialect)
+    assert dialect.segmentation is not None
+    of_inputs, of_targets = (told[key] for key in dialect.segmentation)
+    assert of_inputs.tolist() == [[1, 1, 2, 2, 0], [1, 1, 1, 1, 1]]
+    assert of_targets.tolist() == [[1, 1, 2, 0, 0], [1, 1, 1, 1, 0]]
+    assert told["targets"].tolist() == [[6, 7, 9, 0, 0], [4, 5, 6, 7, 0]]
+    assert {value.dtype for value in told.values()} == {np.dtype(np.int32)}
+
+
+def test_transformers_names_are_those_of_its_attention() -> None:
+    assert (DIALECTS["transformers"].ends, DIALECTS["transformers"].longest) == (ENDS, LONGEST)
+
+
 @given(made=batches(), weight=st.sampled_from([0.25, 2.0]))
 def test_loss_weights_need_a_float_mask(made: Made, weight: float) -> None:
     batch, _ = made
@@ -186,7 +233,7 @@ def test_loss_weights_need_a_float_mask(made: Made, weight: float) -> None:
     for dialect in DIALECTS.values():
         if not expected_terms(batch, dialect):
             continue
-        if dialect.mask is None or dialect.mask_dtype != torch.float32:
+        if dialect.mask is None or dialect.mask_dtype != "float32":
             with pytest.raises(ConfigError, match=dialect.name):
                 emit(batch, dialect)
         else:
@@ -205,6 +252,7 @@ def test_dialects_support_or_refuse_attention_windows(name: str, tmp_path: Any) 
     ids = [i for i in range(len(packed)) if packed.samples.capacity_of(i) == 8]
     for window in (None, 4):
         batch = packed.micro_batch(ids[:4], layout=layout, view=StepView(window=window))
+        del batch["dataset_ids"]  # else segmentation joins pieces of padding, all 0
         if window and dialect.restart:
             with pytest.raises(ConfigError, match="attention windows"):
                 emit(batch, dialect)
