@@ -245,8 +245,8 @@ class Stage:
             return Window(self.attention_window) if self.attention_window else None
         if before is None:
             raise ConfigError(
-                f"{self} has window_steps {self.window_steps} and there is no window before it to "
-                "begin with; give an attention_window to the stage before, or to the manifest"
+                f"{self} has window_steps {self.window_steps}, but no earlier window to grow from; "
+                "give an attention_window to the stage before, or to the manifest"
             )
         return Window(self.attention_window, before.at(begin), begin, self.window_steps)
 

@@ -78,7 +78,7 @@ class FimConfig:
     """Tokenizer of the documents, as in ``megapack-build tokenize``: required for sentinels that
     are texts and for cuts between characters."""
     eod: int | str | None = None
-    """Token that ends documents and stays there; null: taken from the datasets' metadata or
+    """Token that ends documents and stays at their end; null: taken from the datasets' metadata or
     the tokenizer; ``none``: documents end without one."""
 
     def __post_init__(self) -> None:
@@ -87,7 +87,7 @@ class FimConfig:
         texts = [text for text in tokens if isinstance(text, str) and text != "none"]
         if self.tokenizer is None and (texts or self.cuts == "character"):
             reason = f"{texts[0]!r} is a text" if texts else "cuts are between characters"
-            raise ConfigError(f"fim: {reason}, and there is no tokenizer: give the documents' one")
+            raise ConfigError(f"fim: {reason}, and fim.tokenizer is null: set it")
 
     def relative_to(self, folder: Path) -> FimConfig:
         """Return the settings with the tokenizer's path relative to the manifest's folder."""
@@ -236,7 +236,7 @@ def _token_id(name: str, token: int | str, files: TokenizerFiles | None) -> int:
 def _end_token(
     config: FimConfig, files: TokenizerFiles | None, datasets: Sequence[SourceDocuments]
 ) -> int:
-    """Return the token that ends documents, or -1 if there is none."""
+    """Return the token that ends documents, or -1 without one."""
     if config.eod == "none":
         return -1
     if config.eod is not None:
@@ -260,7 +260,7 @@ def _end_token(
 
 # ---- Cuts between characters ---------------------------------------------------------------------
 
-_tables: dict[str, Tables] = {}  # by digest of the tokenizer: large ones take seconds
+_tables: dict[str, Tables] = {}  # by digest of the tokenizer; large tokenizers take seconds
 
 
 def _tables_of(files: TokenizerFiles) -> Tables:

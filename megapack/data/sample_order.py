@@ -118,7 +118,7 @@ class Scores:
 
     def __post_init__(self) -> None:
         if self.order not in ("ascending", "descending"):
-            raise ConfigError(f"score_order is {self.order!r}; it is 'ascending' or 'descending'")
+            raise ConfigError(f"score_order is {self.order!r}; choose 'ascending' or 'descending'")
 
     def read(self, num_documents: int) -> NDArray[np.float64]:
         """Return (num_documents,) scores. Raises FormatError or OSError, which name the file, if it

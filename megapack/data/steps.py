@@ -307,7 +307,7 @@ class StepView:
         return self.num_lists > 0
 
     def excludes(self, first_lists: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return for documents whether a list in force has them, from the first that does."""
+        """Return which documents are excluded, given the first list that contains each."""
         excluded: NDArray[np.bool_] = first_lists <= self.num_lists
         return excluded
 

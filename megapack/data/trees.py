@@ -3,7 +3,7 @@
 - ``tree_batch``: turn a ``megapack.planning.Tree`` and its sequences into a ``TreeBatch``.
 - ``TreeBatch``: the tensors; ``log_probs``, and values per sequence or per token of the row.
 
-Two sequences of a prompt 5 6, and what the batch holds:
+Two sequences with the prompt 5 6, and their batch:
 
     sequences       5 6 7 8 and 5 6 9        positions of both, one after the other
     tokens          5  6  7  8  9            position_ids   0  1  2  3  2
@@ -36,8 +36,8 @@ class TreeBatch(dict[str, Any]):
     """Tensors of one row of T tokens, padding included, with S sequences of P positions in all.
 
     - ``tokens``, ``position_ids``: int64 (1, T). Positions are depths.
-    - ``loss_weights``: float32 (1, T), of predicting each token; 0 for roots' first and padding.
-    - ``predecessors``: int64 (T,), row of the token before it, -1 for roots' first and padding.
+    - ``loss_weights``: float32 (1, T), of predicting each token; 0 in padding and at roots.
+    - ``predecessors``: int64 (T,), row of the token before it; -1 in padding and at roots.
     - ``cu_seqlens_q``, ``cu_seqlens_k``, ``kv_index`` int32, ``max_seqlen_q``, ``max_seqlen_k``
       int: the nodes and paths (``megapack.attention.TreeSegments``).
     - ``sequences``: int64 (S,), numbers of the sequences, in the order of the next entries.
@@ -54,8 +54,7 @@ class TreeBatch(dict[str, Any]):
         return TreeBatch({n: x.to(**move) if torch.is_tensor(x) else x for n, x in self.items()})
 
     def log_probs(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the log-probability of every token of the row, (T,); 0 for roots' first and
-        padding.
+        """Return the log-probability of every token of the row, (T,); 0 without predecessor.
 
         Args:
             logits: (1, T, vocabulary) or (T, vocabulary), of any float dtype. The result is float32
@@ -174,5 +173,5 @@ def _check_lengths(tree: Any, name: str, arrays: PerSequence) -> None:
         if len(arrays[number]) != length:
             raise ValueError(
                 f"{name} of sequence {number} has {len(arrays[number])} entries, and the tree was "
-                f"planned with {length}: pass what plan_trees got"
+                f"planned with {length}: pass the sequences of plan_trees"
             )

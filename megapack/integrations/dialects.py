@@ -244,6 +244,14 @@ def emit(batch: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
     return {key: value.flatten() for key, value in out.items()} if dialect.flat else out
 
 
+def refuse_windows(windows: list[int], reason: str) -> None:
+    """Raise ConfigError if a run has attention windows, which a host ignores for a ``reason``."""
+    if windows:
+        raise ConfigError(
+            f"the run has attention windows {windows}, and {reason} leave attention_window out"
+        )
+
+
 def join_ends(ends: Tensor) -> Tensor:
     """Join boundaries of rows, ``(rows, n)``, perhaps with repeated tails, into int32 1-D."""
     lengths = ends.diff(dim=-1).flatten()

@@ -298,8 +298,8 @@ class SampleIndex:
         return slice(*self.sample_segment_offsets[i : i + 2].tolist())
 
     def documents_of(self, sample: int) -> list[tuple[int, int]]:
-        """Return (document, number of its last segment in the sample) of a sample with prefix
-        trees, by last segment. Raises IndexError."""
+        """Return the documents of a sample with prefix trees, in the order of their last segments:
+        (document, number of its last segment in the sample). Raises IndexError."""
         assert self.segment_end_offsets is not None and self.end_document is not None
         segments = self._segments_of(sample)
         offsets = np.asarray(self.segment_end_offsets[segments.start : segments.stop + 1])

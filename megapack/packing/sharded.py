@@ -349,7 +349,7 @@ def _shard(path: Path | str, number: int, row: Any, num_buckets: int) -> PackedS
         values[name] = tuple(row[name])
         if len(values[name]) != num_buckets:
             raise FormatError(
-                f"{path} is damaged: shard {number} has {name} of {len(values[name])} buckets"
+                f"{path} is damaged: shard {number} has {len(values[name])} of {num_buckets} {name}"
             )
     try:
         for name, content in row["columns"].items():

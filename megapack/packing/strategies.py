@@ -47,7 +47,7 @@ class Request:
     progress: Callable[[int, int], None] | None = None
     wide_ids: bool = False
     tokens: DocumentTokens | None = None
-    """Of strategies that need them."""
+    """None for strategies that need only lengths."""
 
     @property
     def capacity(self) -> int:

@@ -78,7 +78,8 @@ def _differences(index: ShardedIndex, shard: PackedShard) -> Iterator[Finding]:
         recorded, value = getattr(shard, name), getattr(actual, name)
         if recorded != value:
             text = (
-                f"{index.path} says {name} {recorded!r} of {shard.prefix}; its files say {value!r}"
+                f"{index.path} records {name} {recorded!r} for {shard.prefix}; its files have "
+                f"{value!r}"
             )
             yield Finding("error", "manifest", text, remedy)
 

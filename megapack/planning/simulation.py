@@ -177,7 +177,7 @@ class StepTime:
 
     @property
     def over_ideal(self) -> float:
-        """1.0 is perfect."""
+        """Duration of the step divided by the ideal."""
         return self.time / self.ideal if self.ideal else 1.0
 
 

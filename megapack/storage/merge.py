@@ -73,7 +73,7 @@ def merge(
         missing_columns: what to do with a column that only some inputs have: ``fill`` gives the
             tokens of the others its fill value (not of labels and weights), ``drop`` leaves it out;
             None is an error.
-        metadata: entries of the result's meta file, besides those on which all inputs agree.
+        metadata: entries of the result's meta file, in addition to those on which all inputs agree.
         remove_inputs: delete the inputs after the result is renamed.
         overwrite: replace a different dataset at ``output``.
         progress: called with (tokens done, all tokens) after every input.

@@ -165,7 +165,7 @@ class Trainer:
         self.world.progress.at(f"the end of step {done - 1}")
 
     def run(self, signals: StopSignals) -> Literal["done", "signal", "stop_at"]:
-        """Train until the end, a signal or ``stop_at``; return which of the three ended the run."""
+        """Train until the end, a signal or ``stop_at``; return the reason."""
         try:
             if self.validation_is_due and self.done and self.world.on_first(self.not_validated):
                 self.validate()
@@ -181,7 +181,7 @@ class Trainer:
             self.monitor.close()
             self.finish_save()
             self.store.wait_for_mirror()
-        except FloatingPointError:  # on all ranks; a checkpoint started before is good
+        except FloatingPointError:  # on all ranks; finish a checkpoint that was begun earlier
             self.finish_save()
             raise
         if stopped:
@@ -417,7 +417,7 @@ class Trainer:
         return done == self.inputs.num_steps or (every is not None and done % every == 0)
 
     def not_validated(self) -> bool:
-        path = self.run_dir.evaluation  # a signal may have stopped the run before it
+        path = self.run_dir.evaluation  # missing if a signal stopped the run before validation
         lines = read_jsonl(path) if path.exists() else ()
         return all(line["step"] != self.done for line in lines)
 

@@ -68,7 +68,7 @@ def test_stored_bytes_equal_the_definition(dtype: str, data: st.DataObject) -> N
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ({"dtype": "float64"}, "column dtype is 'float64'; it is one of int8"),
+        ({"dtype": "float64"}, "column dtype is 'float64'; choose from int8"),
         ({"dtype": "int8", "shape": (0,)}, r"column shape \[0\]"),
         ({"dtype": "float32", "shape": (16385,)}, "65540 bytes per token"),
         ({"dtype": "uint8", "fill": -1}, "column fill is -1, which is not a finite uint8"),
@@ -78,7 +78,7 @@ def test_stored_bytes_equal_the_definition(dtype: str, data: st.DataObject) -> N
         ({"dtype": "float32", "fill": "0"}, "column fill is '0', which is not a finite float32"),
         ({"dtype": "uint8", "fill": True}, "column fill is True"),  # JSON's true is no number
         ({"dtype": "uint8", "shape": 2}, r"column shape is 2; give integers, as in \(8,\)"),
-        ({"dtype": "int8", "of": "labels"}, "a column is of 'labels'"),
+        ({"dtype": "int8", "of": "labels"}, "column of is 'labels'"),
     ],
 )
 def test_wrong_types_are_refused(spec: dict, message: str) -> None:

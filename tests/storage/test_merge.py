@@ -306,7 +306,7 @@ def test_datatrove_files_are_indexed(tmp_path: Path, raw: type, dtype: type) -> 
     with pytest.raises(FormatError, match="counts 9 tokens"):
         import_dataset(path, tmp_path / "no")
     os.truncate(index, 21)
-    with pytest.raises(FormatError, match="has 21 bytes; it has 8 for each document"):
+    with pytest.raises(FormatError, match="has 21 bytes, not 8 per document"):
         import_dataset(path, tmp_path / "no")
 
 

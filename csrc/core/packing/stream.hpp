@@ -12,8 +12,8 @@ namespace megapack {
 template <typename Id, typename Length>
 class StreamCutter {
   public:
-    // Starts `position` tokens into a stream whose first sample is `sample`. The caller opens that
-    // first sample, the cutter opens later ones.
+    // Starts `position` tokens into a stream with the first sample `sample`. The caller opens that
+    // sample; the cutter opens later ones.
     StreamCutter(const Samples<Id, Length>& out, std::int64_t capacity, std::int64_t sample,
                  std::int64_t segment, std::int64_t position)
         : out_(&out),

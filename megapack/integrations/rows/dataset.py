@@ -156,7 +156,7 @@ class RowDataset(GatheredRows, Dataset[dict[str, Tensor]]):
     Args:
         order: order of buckets, a name of ``megapack.data.ORDERS``.
         num_rows: number of rows; None: one epoch, rounded up to a whole block.
-        finite: every sample once, whatever the source weights; further rows are empty.
+        finite: every sample once, for any source weights; further rows are empty.
     """
 
     def __init__(

@@ -341,11 +341,11 @@ def build_text_rows(
         finite=times is not None,
         cache_directory=cache_directory,
     )
-    if not varlen and rows.packed.samples.windows:
-        raise ConfigError(
-            f"the manifest has attention windows {rows.packed.samples.windows}, and the host's "
-            "attention treats a row as one sequence: switch on its flash attention, which gets "
-            "boundaries (varlen=True), or leave attention_window out"
+    if not varlen:
+        dialects.refuse_windows(
+            rows.packed.samples.windows,
+            "the host's attention treats a row as one sequence: switch on its flash attention, "
+            "which gets boundaries (varlen=True), or",
         )
     if num_rows is None and times is None:
         rows.num_rows = rows.rows_per_epoch * (num_epochs or 1)

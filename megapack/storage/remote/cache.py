@@ -122,8 +122,8 @@ class RangeLocks:
                     fcntl.lockf(self._file, fcntl.LOCK_UN, count, begin)
 
     def share(self, name: str) -> None:
-        """Wait until nobody holds a name exclusively, then share it until this process ends or has
-        called ``give_back`` once per ``share``."""
+        """Wait for the end of an exclusive lock on a name, then share it until this process ends or
+        has called ``give_back`` once per ``share``."""
         numbers = range(_begin(name), _begin(name) + 1)
         while True:
             with self._mutex:

@@ -89,7 +89,7 @@ def retry_seconds() -> float:
 
 def raise_if_ending() -> None:
     if ending.is_set():
-        raise RuntimeError("the program ends")
+        raise RuntimeError("the program is ending")
 
 
 class WrongBytesError(Exception):

@@ -207,7 +207,7 @@ class Workspace:
             del now[key]
         if now["inputs"] != before["inputs"] and self._has_contents(before):
             now["inputs"] = before["inputs"]  # only times or paths differ
-        # "skip" accepts both results; "fail" accepts one without dropped documents.
+        # "skip" reuses any finished build; "fail" reuses one that dropped no documents.
         if now["on_error"] == "skip" or not lacks_documents(before["skipped"]):
             del now["on_error"]
         return differences(before, now)

@@ -3,7 +3,7 @@
 - TemplateChats: conversations -> tokens, and which of them carry loss
 - template_keys: keys of a document that are read in addition to its messages
 
-The template's ``{% generation %}`` marks tell which text the assistant wrote. Without marks, the
+The template's ``{% generation %}`` marks show the assistant's text. Without marks, the
 conversation is rendered with and without each answer; the difference is the answer:
 
     up to the answer, with a generation prompt    <user>hi<end>\\n<assistant>

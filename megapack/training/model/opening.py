@@ -46,8 +46,8 @@ from megapack.training.model.training_model import TrainingModel
 
 
 def num_chunks(num_tokens: int, chunk_tokens: int) -> int:
-    """Return the number of chunks that ``torch.chunk`` makes: at most ``chunk_tokens`` each, equal
-    but for the last."""
+    """Return the number of chunks that ``torch.chunk`` makes: at most ``chunk_tokens`` each, all
+    equal except the last."""
     size = -(-num_tokens // -(-num_tokens // chunk_tokens))
     return -(-num_tokens // size)
 
@@ -212,9 +212,9 @@ def check_routes(configuration: Any, columns: Mapping[str, Any]) -> None:
         )
     if column.of != "token" or "int" not in column.dtype or tuple(column.shape) != shape:
         raise ConfigError(
-            f"column {COLUMN!r} is {column.dtype} {list(column.shape)} of {column.of}, and "
-            f"{configuration.model_type!r} replays int16 {list(shape)} of token (layers with "
-            "experts, experts per token): record it with this architecture"
+            f"column {COLUMN!r} is {column.dtype} {list(column.shape)} of {column.of}; "
+            f"{configuration.model_type!r} needs int16 {list(shape)} (layers with experts, experts "
+            "per token) of token: record it with this architecture"
         )
 
 
