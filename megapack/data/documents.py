@@ -323,7 +323,7 @@ def carried_columns(
     carried: dict[str, ColumnSpec] = {}
     for name, rule in sorted(rules.items()):
         if rule not in _IF_MISSING:
-            raise ConfigError(f"columns: {name} is {rule!r}; it is 'require' or 'fill'")
+            raise ConfigError(f"columns: {name} is {rule!r}; choose 'require' or 'fill'")
         lacking = [prefix for prefix, packed in shards if name not in packed]
         if lacking and rule == "require":
             raise ConfigError(

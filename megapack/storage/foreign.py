@@ -377,7 +377,7 @@ def open_foreign(
     and ConfigError if the kind does not exist, or ``dtype`` is missing or not the recorded one.
     """
     if kind not in KINDS:
-        raise ConfigError(f"kind is {kind!r}; it must be one of {', '.join(KINDS)}")
+        raise ConfigError(f"kind is {kind!r}; choose from {', '.join(KINDS)}")
     if kind in ("flat", "datatrove", "dolma") and (other := recognize(path)) is not None:
         raise FormatError(f"{path} is {other}")
     if kind == "flat" and (tokens_path := _described(Path(path))) is not None:

@@ -167,9 +167,9 @@ def import_dataset(
     have one row of its type per token; and OSError if a file cannot be read, linked or written.
     """
     if link not in LINKS:
-        raise ConfigError(f"link is {link!r}; it is one of {', '.join(LINKS)}")
+        raise ConfigError(f"link is {link!r}; choose from {', '.join(LINKS)}")
     if eod_at is not None and eod_at not in SEPARATED:
-        raise ConfigError(f"eod_at is {eod_at!r}; it is one of {', '.join(SEPARATED)}")
+        raise ConfigError(f"eod_at is {eod_at!r}; choose from {', '.join(SEPARATED)}")
     output = prefix_of(output)
     if kind == "auto":
         kind = detect(path)

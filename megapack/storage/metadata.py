@@ -141,7 +141,7 @@ def meta_remedy(prefix: str | os.PathLike[str]) -> str:
     columns = ", ".join(sorted(name for name in names if "." not in name))
     if columns:
         return f"restore it from a copy, or delete it and add the columns {columns} again"
-    return "it is optional, delete it"
+    return "delete it: it is optional"
 
 
 def differing_tokens(named: Callable[[str], Iterable[tuple[str, Any]]]) -> Iterator[str]:

@@ -304,7 +304,7 @@ def test_sources_without_a_column_are_refused_or_filled(tmp_path: Path) -> None:
     for columns, message in (
         (("experts",), r"b has no column experts: .*columns: \{experts: fill\}"),
         ({"experts": "require"}, "has no column experts"),
-        ({"experts": "maybe"}, "experts is 'maybe'; it is 'require' or 'fill'"),
+        ({"experts": "maybe"}, "experts is 'maybe'; choose 'require' or 'fill'"),
         (("expert",), "unknown column 'expert'; did you mean 'experts'"),
         ("experts", r"columns is 'experts'; give a list of names, as in \['experts'\]"),
         ({"reward": "fill"}, r"column reward is float32, of token, .* in .*a and .* of target"),

@@ -114,7 +114,7 @@ def test_a_damaged_meta_file_of_columns_is_not_optional(tmp_path: Path) -> None:
     for name, remedy in (
         ("d", "restore it from a copy, or delete it and add the columns a, b again"),
         ("d.x", "restore it from a copy, or delete it and add the columns c again"),
-        ("e", "it is optional, delete it"),
+        ("e", "delete it: it is optional"),
     ):
         with pytest.raises(FormatError, match=remedy):
             IndexedDataset(tmp_path / name).columns  # noqa: B018

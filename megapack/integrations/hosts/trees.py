@@ -98,7 +98,7 @@ def keep_predecessors(backbone: nn.Module) -> Any:
 class TreeForward:
     """Replaces the forward of a model with TRL's fused head: padded rows are computed as one tree.
 
-    The model takes and returns what it did: ``input_ids``, ``attention_mask``, ``labels`` (rows,
+    Its inputs and outputs do not change: ``input_ids``, ``attention_mask``, ``labels`` (rows,
     length), and per-token results (rows, length - 1). Only ``loss`` is None. Other calls, such as
     those of generation, are unchanged.
 
@@ -170,7 +170,7 @@ class TreeForward:
 
 @contextmanager
 def generating(model: Any) -> Iterator[None]:
-    """Let a model with megapack's attention generate, which takes a cache, with sdpa."""
+    """Let a model with megapack's attention generate with sdpa, since generation uses a cache."""
     bare = bare_model(model)
     bare.set_attn_implementation("sdpa")
     try:

@@ -157,7 +157,7 @@ def rearrange_micro_batches(
 def _without_empty(
     lists: list[NDArray[np.int64]], groups: NDArray[np.int64]
 ) -> list[NDArray[np.int64]]:
-    """Move a group of samples from the fullest micro batch to each empty one: verl has none."""
+    """Move a group from the fullest micro batch to each empty one, which verl does not accept."""
     while not all(map(len, lists)):
         empty = next(i for i, numbers in enumerate(lists) if not len(numbers))
         fullest = max(range(len(lists)), key=lambda i: len(np.unique(groups[lists[i]])))

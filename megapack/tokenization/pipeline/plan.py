@@ -356,7 +356,7 @@ class Plan:
         }
         if dataset.endswith(GROUPS):
             del metadata["tokenizer"]
-            metadata["groups"] = "a document of one number for each: the group that it is of, or -1"
+            metadata["groups"] = "one number per document: its group, or -1"
             return {"dtype": np.int64, "allow_negative": True, "metadata": metadata}
         for key, token in (("document_begin_token", self.bos), ("document_end_token", self.eod)):
             if token is not None:

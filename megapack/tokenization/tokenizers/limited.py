@@ -143,4 +143,4 @@ def _reason(status: int, seconds: float) -> str:
         return f"it does not end within {_WALL_FACTOR * seconds:g} s"
     if number == signal.SIGKILL:
         return "the system killed its process; the usual reason is memory"
-    return "it ended the process that tried it"
+    return "the process that ran it exited"

@@ -270,7 +270,7 @@ def _read_json(path: Path, digests: dict[str, str]) -> dict[str, Any]:
     try:
         return dict(json.loads(_read(path, digests)))
     except (ValueError, TypeError, RecursionError) as error:
-        raise FormatError(f"{path} is not valid JSON, or no mapping ({error})") from error
+        raise FormatError(f"{path} is not valid JSON, or not a mapping ({error})") from error
 
 
 def _read_config(directory: Path, digests: dict[str, str]) -> dict[str, Any]:
