@@ -18,8 +18,7 @@ from typing import Any
 
 
 def require(module: str, why: str) -> Any:
-    """Import an optional package. Raises MegapackError, which says ``why`` it is needed and how to
-    install it."""
+    """Import an optional package. Raises MegapackError: ``why`` it is needed, how to install it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -436,8 +436,7 @@ def check_targets(num_targets: int, options: Mapping[str, Any]) -> None:
 
 
 def mtp_targets(batch: Batch, num_targets: int, *, attention: str) -> Batch:
-    """Return ``mtp_labels`` int64 and ``mtp_loss_mask`` float32, (rows, R, num_targets), for
-    depths 1, 2, ...
+    """Return ``mtp_labels`` int64 and ``mtp_loss_mask`` float32, (rows, R, depths 1, 2, ...).
 
     Args:
         batch: whole rows or a whole stream, gathered with options that ``check_targets`` accepts.

@@ -82,8 +82,7 @@ class Source:
     """Factor on the loss of its labels. The loss denominator is the sum of all factors, so equal
     factors change nothing."""
     fim_rate: float | None = None
-    """Share of its documents that fill-in-the-middle transforms; None: ``fim.rate`` of the
-    manifest."""
+    """Share of documents that fill-in-the-middle transforms; None: ``fim.rate`` of the manifest."""
     valid_prefix: str | None = None
     """Held-out documents of the same kind, for ``launch/``, which reports their loss separately.
     Hosts have their own validation data."""

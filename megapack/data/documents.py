@@ -437,8 +437,7 @@ class RemoteReads:
         return AHEAD_BYTES if limit is None else min(AHEAD_BYTES, limit // _CACHE_PART)
 
     def prefetch(self, sample_ids: Ids) -> int:
-        """Fetch the blocks that a gather of samples reads, in the background; return the number of
-        bytes."""
+        """Fetch the blocks for a gather of samples in the background; return their bytes."""
         self._open_for(sample_ids)
         num_bytes = 0
         for rows, blocks in self._blocks(sample_ids):

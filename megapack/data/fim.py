@@ -71,8 +71,7 @@ class FimConfig:
     spm_rate: float = 0.5
     """Share of transformed documents in suffix-prefix-middle order (SPM) instead of PSM."""
     cuts: Literal["token", "character"] = "token"
-    """Positions of cuts: between tokens, or also inside a token, whose parts are then tokenized
-    separately."""
+    """Positions of cuts: between tokens, or also in tokens, whose parts are tokenized again."""
     sentinels: Sentinels
     tokenizer: str | None = None
     """Tokenizer of the documents, as in ``megapack-build tokenize``: required for sentinels that
@@ -134,8 +133,7 @@ class Fim:
     eod: int = -1
     spm_rate: float = 0.5
     tables: Tables | None = None
-    """Parts of tokens that a cut divides (``csrc/core/gather/fim.hpp``); None: cuts do not divide
-    tokens."""
+    """Parts of divided tokens (``csrc/core/gather/fim.hpp``); None: cuts do not divide tokens."""
 
     @property
     def sentinels(self) -> list[int]:
@@ -192,8 +190,7 @@ class Fim:
 
 
 def open_fim(config: FimConfig, datasets: Sequence[SourceDocuments]) -> Fim:
-    """Return the settings with token ids; the metadata of ``datasets`` may name the token that ends
-    documents.
+    """Return the settings with token ids; ``datasets`` may name the token that ends documents.
 
     Raises ConfigError if a sentinel is not a token or equals another one, the token that ends
     documents is unknown, or the tokenizer does not expose the bytes of its tokens; FormatError or
@@ -271,8 +268,7 @@ def _tables_of(files: TokenizerFiles) -> Tables:
     return _tables[files.digest]
 
 
-# Most parts of a token with a cut. More would need more room in every document, for a few rare
-# tokens.
+# Most parts of a token with a cut. More would need more room in every document for rare tokens.
 MOST_PARTS = 4
 
 

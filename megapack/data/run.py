@@ -148,8 +148,7 @@ class Decision:
 
 @dataclass(frozen=True, kw_only=True)
 class Decisions:
-    """All decisions of a run in order, and its length without them: skips do not change learning
-    rates."""
+    """All decisions of a run in order, and its length without skips, which keep learning rates."""
 
     num_epochs: int
     num_steps: int
@@ -258,8 +257,7 @@ class PlannedRun:
         return self.schedule.num_steps(1)
 
     def sampler(self, rank: int, num_ranks: int) -> BucketBatchSampler:
-        """Return the sampler of a rank. Raises ConfigError if ranks and micro batches of a stage do
-        not fit."""
+        """Return the sampler of a rank. Raises ConfigError if a stage does not fit the ranks."""
         from megapack.data.sampler import BucketBatchSampler  # noqa: PLC0415
 
         return BucketBatchSampler(

@@ -140,8 +140,7 @@ class Scores:
 
 
 class ScoreOrder:
-    """Order of one bucket of a source by the mean scores of its samples, (samples,): the lowest
-    first.
+    """Order of one bucket of a source by the mean scores of samples, (samples,): the lowest first.
 
     Samples of equal score are shuffled in every epoch; so a score with few distinct values divides
     the epoch into phases. If the best documents come last, a learning rate that has decayed by then

@@ -336,8 +336,7 @@ class BucketBatchSampler(Sampler[MicroBatch]):
         return [assignment.imbalance for _, assignment in self._assignments(content)]
 
     def attention_of_ranks(self, step: int) -> NDArray[np.float64]:
-        """Return (micro steps, ranks) attention work; ranks share the work of a shared micro batch
-        equally."""
+        """Return (micro steps, ranks) attention work; a shared micro batch is divided equally."""
         rows = []
         for draw, assignment in self._assignments(self.schedule.step(step)):
             shared = self.ranks_per_micro_batch(draw.capacity)

@@ -67,8 +67,7 @@ class StageSettings(NamedTuple):
     begin: int
     """First step of the stage."""
     skip_steps: int
-    """Steps to skip before the stage: ``begin`` to ``begin + skip_steps`` of the run without this
-    skip."""
+    """Steps to skip before the stage: ``begin`` to ``begin + skip_steps`` without this skip."""
     config: ScheduleConfig
     weights: Weights
     num_lists: int = 0

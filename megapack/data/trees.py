@@ -103,8 +103,7 @@ def tree_batch(
             root at the end, of token 0.
 
     Raises:
-        ValueError: the tree has more than ``pad_to`` tokens, or an array has another length than
-            its sequence.
+        ValueError: the tree has more than ``pad_to`` tokens, or an array does not fit its sequence.
     """
     num_tokens, num_positions = tree.num_tokens, int(tree.token_offsets[-1])
     row = max(num_tokens, 1) if pad_to is None else pad_to

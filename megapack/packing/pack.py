@@ -209,8 +209,7 @@ def pack(
 
     Args:
         lengths: (num_documents,) integers, tokens per document, including the end-of-document
-            token. Documents of length 0 get no segment. int32 is not copied; the index does not
-            keep the array.
+            token. Documents of length 0 get no segment. int32 arrays are neither copied nor kept.
         strategy: a name of ``megapack.packing.STRATEGIES``.
         buckets: capacities in tokens; a single one for strategies of one sample length.
         seed: seed of all random choices; 0 to 2**64 - 1.

@@ -158,8 +158,7 @@ def _solver(demand: NDArray[np.float64]) -> Any:
 
 
 def _knapsack(prices: NDArray[np.float64]) -> tuple[NDArray[np.float64], list[int]]:
-    """Return best[s], the highest price of lengths of at most s in all, and one length (0:
-    none)."""
+    """Return best[s], the highest price of lengths up to s in all, and one length (0: none)."""
     best = np.zeros(len(prices))
     choice = [0] * len(prices)
     for s in range(1, len(prices)):

@@ -142,10 +142,8 @@ class SampleIndex:
             ``segment_begin`` is the length of the path to it, and its tokens are those of every
             document through it. None: no trees, like the next two.
         segment_end_offsets: int64 (num_segments + 1,); the documents from
-            ``end_document[segment_end_offsets[s]]`` to ``[segment_end_offsets[s + 1]]`` end with
-            segment s.
-        end_document: (documents that are not empty,), dtype as ``segment_document``; each document
-            once, whole.
+            ``end_document[segment_end_offsets[s]]`` to ``[segment_end_offsets[s + 1]]`` end with s.
+        end_document: (documents that are not empty,), dtype as ``segment_document``; each once.
     """
 
     bucket_capacity: NDArray[np.int64]

@@ -254,8 +254,7 @@ def plan_step(
         lengths: (documents,) integers, tokens of each document, with padding if the trainer pads.
         num_ranks: ranks to assign documents to.
         max_tokens_per_rank: limit of tokens of a rank in a micro batch.
-        max_context_parallel_size: ranks that may share a document: a power of two, at most
-            `num_ranks`.
+        max_context_parallel_size: ranks that may share a document: a power of two, <= `num_ranks`.
         max_documents_per_rank: limit of documents of a rank in a micro batch; None: no limit.
         linear_cost_tokens: tokens, as in ``StepPlan.cost``; 0: only attention counts.
         costs: (documents,) or (documents, kinds) numbers >= 0 in any unit, at most 64 kinds; None:

@@ -176,8 +176,7 @@ def add_column(
 
     Raises ConfigError if a different column or file of this name exists, the name is not valid, or
     the prefix is an address; DataError if the values do not fit the tokens or ``spec``; FormatError
-    if the dataset or its meta file is damaged; and LockedError if another process writes the
-    dataset.
+    if the dataset or its meta file is damaged; LockedError if another process writes the dataset.
     """
     prefix = _local_prefix(prefix)
     check_column(name, spec)

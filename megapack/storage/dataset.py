@@ -60,16 +60,14 @@ class IndexedDataset:
 
     ``len(ds)`` is the number of sequences; ``ds[i]`` is sequence i as a 1-D view of the mapping
     (copy it before you change it), ``ds[a:b]`` a list of views. Documents are ranges of sequences,
-    usually one each. Pickling stores the prefix only, so data loader workers map the files
-    themselves.
+    usually one each. Pickling stores the prefix only, so data loader workers map the files again.
 
     An open dataset does not change when a builder replaces its files. Never change a mapped file in
     place: if it becomes shorter (``cp`` over it, ``truncate``), every process that reads the
     removed part is killed by SIGBUS, without a traceback. Write a new file and rename it.
 
     A prefix may be an address (``s3://bucket/folder/name``, see ``docs/guides/object_storage.md``).
-    Then .idx is copied to a local cache, tokens are fetched when they are read, and slices are
-    copies.
+    Then .idx is copied to a local cache, tokens are fetched when they are read; slices are copies.
 
     Args:
         prefix: the files' common name, without (or with) ``.idx``.

@@ -414,8 +414,7 @@ def _mask_of(foreign: Foreign) -> Path | None:
 
 
 def _described(path: Path) -> Path | None:
-    """Return the token file that a side file (.index, .metadata, .loss, labels_mask_*) describes,
-    or None."""
+    """Return the token file of a side file (.index, .metadata, .loss, labels_mask_*), or None."""
     owner = path.with_name(path.name.replace("labels_mask", "token_ids", 1))
     if path.suffix in (".index", ".metadata", ".loss"):
         owner = path.with_suffix("")

@@ -142,8 +142,7 @@ def import_dataset(
 
     The .bin is a link to the file if that contains only tokens; otherwise tokens are copied.
     Documents keep their order and sequences. All tokens are read once, for their checksum and
-    range. A loss mask becomes the column ``labels``. If the same dataset exists already, nothing is
-    done.
+    range. A loss mask becomes the column ``labels``. An equal dataset is not written again.
 
     Args:
         path: file or prefix. If it is ``<output>.bin`` itself, that file stays unchanged.

@@ -57,8 +57,7 @@ def merge(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> bool:
-    """Concatenate datasets, documents in the order of ``prefixes``; a prefix may occur several
-    times.
+    """Concatenate datasets, documents in the order of ``prefixes``; prefixes may repeat.
 
     Accepts datasets of megapack, megatron-core, Megatron-DeepSpeed and GPT-NeoX. If an input has no
     document indices (a merge of GPT-NeoX loses them), each of its sequences becomes a document.
@@ -229,8 +228,7 @@ def _check_removal(prefixes: Sequence[str], output: str) -> None:
     """Raise ConfigError if an earlier merge seems to have been stopped while it removed its inputs.
 
     The output may then contain the only copy of some documents. Signs: the output exists, and
-    either an input is missing, or the output contains more tokens than the inputs and ends with
-    theirs."""
+    either an input is missing, or the output has more tokens and ends with theirs."""
     if not all(path.exists() for path in dataset_files(output)):
         return
     remaining = [prefix for prefix in prefixes if path_of(prefix, ".idx").exists()]

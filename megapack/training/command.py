@@ -113,8 +113,7 @@ _RECIPES = Path(__file__).parents[1] / "configs"
 
 def read_config(name: str, overrides: Sequence[str] = ()) -> PretrainConfig:
     """Read a YAML file or a recipe (the name of a file in ``configs/``), with ``"a.b=value"``
-    overrides. Raises ConfigError if there is no such file or recipe, and the errors of
-    ``load_config``."""
+    overrides. Raises ConfigError if it does not exist, and the errors of ``load_config``."""
     recipes = {path.stem: path for path in sorted(_RECIPES.glob("*.yaml"))}
     if not Path(name).is_file() and name not in recipes:
         raise ConfigError(

@@ -197,8 +197,7 @@ class CheckpointConfig:
     branch_from: str | None = None
     """Checkpoint of another run (the trunk) from which this run starts while its ``run_dir`` has no
     checkpoints (``--branch-from``), with the trunk's weights, optimizer state and data order. Set
-    the options that differ in the branch (a decay, a mixture) in this file; the trunk is not
-    changed."""
+    the options that differ in the branch (a decay, a mixture) in this file; the trunk stays."""
     mirror: str | None = None
     """Address (s3://bucket/folder, ...) for copies of every checkpoint, made while training
     continues. A ``run_dir`` without checkpoints is restored from it. Each run needs its own."""

@@ -184,8 +184,7 @@ class SFTRows(Dataset[dict[str, Tensor]]):
         parquet_files: ``data.train_files`` or ``val_files``: instead of parquet a manifest, a shard
             manifest or the prefix of a dataset (``megapack.integrations.rows.open_rows``).
         config: verl's ``data``. ``+data.probe=False`` switches ``probe_worker`` off.
-        max_samples: rows of the run (``data.train_max_samples``), cut to whole steps; -1: one
-            epoch.
+        max_samples: rows of the run (``data.train_max_samples``), in whole steps; -1: one epoch.
     """
 
     def __init__(

@@ -94,8 +94,7 @@ class RangeLocks:
         waiting: Callable[[], object] = raise_if_ending,
     ) -> Iterator[None]:
         """Wait for numbers ``[first, first + count)`` of a name, and lock them exclusively during
-        the ``with`` block. ``waiting`` is called repeatedly meanwhile and may raise to end the
-        wait."""
+        the ``with`` block. ``waiting`` is called repeatedly meanwhile; it may raise."""
         while True:
             with self.if_free(name, first, count) as free:
                 if free:

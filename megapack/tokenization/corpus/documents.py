@@ -1,7 +1,6 @@
 """Documents after reading and before tokenization.
 
-- ReadOptions: keys under which files contain documents; ``key_path``, ``key_names``: nested keys
-  (``a.b``)
+- ReadOptions: keys of documents in files; ``key_path``, ``key_names``: nested keys (``a.b``)
 - TextBlock: many documents as one flat UTF-8 buffer; readers yield it, tokenizers take it
 - Place, Faults: counts of faulty documents by kind, and the places of a few
 - parse_split, ordered_split, hashed_split: training, validation and test documents

@@ -1,5 +1,4 @@
-"""Paths and patterns from the user -> the files of a corpus, in an order that depends on names
-only.
+"""Paths and patterns from the user -> the files of a corpus, ordered by their names only.
 
 - InputFile, Piece: a file with its size and time when the build was planned; a part of it
 - find_inputs: files, globs and folders -> input files; reports files that it does not take

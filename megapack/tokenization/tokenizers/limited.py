@@ -41,14 +41,12 @@ def run_limited(
     num_bytes: int,
     batch: int = 64,
 ) -> Iterator[T]:
-    """Yield ``function`` of every argument, computed in a child process, which closing the iterator
-    ends.
+    """Yield ``function`` of every argument, computed in a child process until the iterator closes.
 
     ``seconds`` limits the CPU time per argument (``renew_time_limit`` restarts it), ``num_bytes``
     the child's memory in addition to what this process has mapped. ``batch`` is the number of
     results per message: a message costs as much as several short conversations. Raises LimitError
-    if the child exceeded a limit or died at the next argument, and any exception that ``function``
-    raises.
+    if the child exceeded a limit or died at the next argument, and the exceptions of ``function``.
     """
     reader, writer = multiprocessing.Pipe(duplex=False)
     with warnings.catch_warnings():

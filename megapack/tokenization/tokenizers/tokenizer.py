@@ -430,8 +430,7 @@ def _gpt2_definition(
 def library_versions(backend: str, *, template: bool = False) -> dict[str, str]:
     """Return the versions of packages that determine the ids: package -> version. megapack's entry
     changes when megapack itself gives different ids. ``backend`` comes from ``choose_backend``;
-    ``template``: a chat template renders conversations. Raises MegapackError if a package is
-    missing."""
+    ``template``: with a chat template. Raises MegapackError if a package is missing."""
     packages = {name for name in backend.split("+") if name != "bytes"}
     if template:
         packages |= {"tokenizers", "jinja2"}

@@ -206,8 +206,7 @@ class FileFacts:
     xxh3: str
 
     def problem(self, path: Path, verify: Verify, progress: Callable[[], object]) -> str | None:
-        """Return how the file at ``path`` differs, as a predicate ("is missing"); None if it is
-        equal.
+        """Return how the file at ``path`` differs, as a predicate ("is missing"); None: equal.
 
         ``size`` does not detect other bytes of the same length; ``checksum`` reads the file and
         calls ``progress`` for every part.
@@ -242,8 +241,7 @@ class CheckpointManifest:
 
     @staticmethod
     def read(directory: Path, path: Path | None = None) -> CheckpointManifest:
-        """Read the manifest of checkpoint ``directory``, whose name states its step, or from
-        ``path``.
+        """Read the manifest of checkpoint ``directory``, whose name has its step, or from ``path``.
 
         Raises ResumeError if it cannot be read, is damaged, or belongs to another step.
         """

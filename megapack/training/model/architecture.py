@@ -185,8 +185,7 @@ def _remove_dropout(configuration: Any, given: Collection[str] = ()) -> None:
 
 
 def _check_decoder(configuration: Any) -> None:
-    """Raise ConfigError unless the model is a text decoder with equal attention sizes in all
-    layers."""
+    """Raise ConfigError unless the model is a text decoder with equal attention sizes per layer."""
     names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim")
     kind = f"model: architecture {configuration.model_type!r}"
     try:

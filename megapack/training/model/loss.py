@@ -86,8 +86,7 @@ def linear_cross_entropy(
     Returns:
         The scaled and weighted sum, a scalar; the cross entropy of every position, ``[T]``; and its
         divergence, ``[T]``, None without a teacher. The last two are unscaled, unweighted, without
-        a gradient, and 0 without a label (or teacher). All are float32 (float64 for float64
-        inputs).
+        a gradient, 0 without a label (or teacher). All are float32 (float64 for float64 inputs).
     """
     kind = hidden.device.type
     compute = weight.dtype
@@ -144,8 +143,7 @@ def _loss_and_slope(
     z_loss: float,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """Return cross entropies, trained losses and divergences, ``[chunk]``, and the derivative of
-    the trained losses with respect to the logits, ``[chunk, vocabulary]``, which overwrites
-    ``logits``."""
+    the trained losses with respect to the logits, ``[chunk, vocabulary]``, in ``logits``."""
     squashed = torch.tanh(logits / softcap) if softcap else None
     scores = logits if squashed is None else squashed * softcap
     real = labels != IGNORED_LABEL

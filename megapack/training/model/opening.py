@@ -221,8 +221,7 @@ def check_routes(configuration: Any, columns: Mapping[str, Any]) -> None:
 def check_slices(
     configuration: Any, *, backend: str, group: Any, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Check with ``check_sequence_parallel`` that slices of samples train an architecture
-    correctly."""
+    """Check with ``check_sequence_parallel`` that an architecture trains correctly on slices."""
     check_sequence_parallel(
         configuration,
         backend=backend,
@@ -312,8 +311,7 @@ def build_model(
 
 
 # From scratch, ZeRO-3 divides the same weights as an undivided model has with the same seed: every
-# module is created and initialized whole, on all ranks in the same order and from the same random
-# numbers.
+# module is created and initialized whole, on all ranks in one order, from equal random numbers.
 
 
 @contextmanager

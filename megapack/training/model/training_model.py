@@ -166,8 +166,7 @@ class TrainingModel(nn.Module):
             cu_seqlens: ``[entries]`` int32, of the whole micro batch.
             max_seqlen: longest segment.
             label_weights: ``[1, T]`` float32, factors on the loss of every label; None: 1.
-            dataset_ids: ``[segments]`` int32, of the whole micro batch, -1 for padding; None: no
-                padding.
+            dataset_ids: ``[segments]`` int32, of the whole micro batch, -1: padding; None: none.
             teacher_ids, teacher_logits: ``[1, T, k]``, ids and log-probabilities of a ``Teacher``,
                 which ``distill`` mixes into the loss in training mode.
             expert_routes: ``[1, T, layers, top_k]``, experts to replay (``replay_routes``); None:

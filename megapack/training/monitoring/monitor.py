@@ -200,8 +200,7 @@ class Monitor:
         """Record a step, and write the log if it is due.
 
         ``line`` has ``step``, ``tokens_seen``, ``epoch``, ``lr``, ``data_wait`` (s), ``imbalance``,
-        ``padding``. Raises FloatingPointError as ``flush`` does, and after too many skipped
-        updates.
+        ``padding``. Raises FloatingPointError as ``flush`` does, or after too many skipped updates.
         """
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
@@ -243,8 +242,7 @@ class Monitor:
         )
 
     def flush(self) -> None:
-        """Write the recorded steps; collective. Raises FloatingPointError on all ranks for a NaN
-        loss."""
+        """Write the recorded steps; collective. Raises FloatingPointError on all ranks for NaN."""
         if not self._lines:
             return
         values = _means([r.loss_sum for r in self._results], self._results)
