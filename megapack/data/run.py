@@ -93,8 +93,7 @@ class DataConfig(StepConfig):
         is_empty = self.prefix is None and self.index is None
         if not (is_empty if self.blend else is_single):
             raise ConfigError(
-                "data: give prefix and index (a shard manifest needs no prefix), or blend, and not "
-                "both"
+                "data: give prefix and index (a shard manifest needs no prefix) or blend, not both"
             )
         for name in ("fim", "columns"):
             if self.blend and getattr(self, name):

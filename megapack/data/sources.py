@@ -199,8 +199,7 @@ def read_exclusions(
             if len(listed) and listed[-1] >= num_documents[source]:
                 raise ConfigError(
                     f"{stage}: {path} excludes document {listed[-1]} of {names[source]!r}, which "
-                    f"has {num_documents[source]} (counted from 0); is it a list of another "
-                    "dataset?"
+                    f"has {num_documents[source]} (counted from 0); is it another dataset's list?"
                 )
             files_of_source.setdefault(source, []).append((listed, number))
     empty = np.zeros(0, np.int64)

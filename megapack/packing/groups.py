@@ -70,8 +70,7 @@ def check_groups(ids: ArrayLike, num_documents: int, name: str = "groups") -> Id
     if array.shape != (num_documents,) or (array.size and array.dtype.kind not in "iu"):
         raise ConfigError(
             f"{name} has dtype {array.dtype} and shape {array.shape}; it must be "
-            f"({num_documents},) integers, the group of each document, negative for documents "
-            "without a group"
+            f"({num_documents},) integers, the group of each document, negative for none"
         )
     if array.dtype == np.uint64 and array.max(initial=0) > np.iinfo(np.int64).max:
         raise DataError(f"{name} has id {array.max()}; the largest is 2^63 - 1")

@@ -526,8 +526,7 @@ class SampleIndex:
         num_documents = len(np.unique(documents[(documents >= 0) & (documents < len(lengths))]))
         if wrong.any() or [ends[0], ends[-1], num_documents] != [0, len(documents), len(documents)]:
             raise FormatError(
-                f"{self.path}: its prefix trees are damaged, or belong to other documents; pack "
-                "the dataset again"
+                f"{self.path}: its prefix trees are damaged or of other documents; pack again"
             )
         if (lengths[documents] != np.repeat(reach, np.diff(ends))).any():
             raise FormatError(f"{self.path}: a document does not end with its segment; pack again")
@@ -543,7 +542,6 @@ def _load_again(path: Path, fingerprint: str) -> SampleIndex:
     index = SampleIndex.load(path)
     if index.fingerprint != fingerprint:
         raise IndexMismatchError(
-            f"{path} holds other samples than when it was opened: it was packed again; start the "
-            "run again"
+            f"{path} holds other samples than when it was opened: packed again; start the run again"
         )
     return index

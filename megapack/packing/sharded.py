@@ -306,8 +306,7 @@ def load_shards(path: str | os.PathLike[str], shards: Sequence[int] | None = Non
         )
     if content.pop("xxh3", None) != _digest(content):
         raise FormatError(
-            f"{path} is damaged or was edited: its checksum is wrong; restore it, or pack the "
-            "datasets again"
+            f"{path} is damaged or was edited: its checksum is wrong; restore it, or pack again"
         )
     rows = content.get("shards")
     if not isinstance(rows, list) or not rows or any(name not in content for name in PLAN):

@@ -63,8 +63,7 @@ class Cluster:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.context_parallel & (self.context_parallel - 1):
             raise ConfigError(
-                f"context_parallel is {self.context_parallel}; it must be a power of two: 1, 2, "
-                "4, ..."
+                f"context_parallel is {self.context_parallel}; it must be a power of two"
             )
         if self.virtual_stages > 1 and self.pipeline_parallel == 1:
             raise ConfigError(

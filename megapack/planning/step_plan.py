@@ -311,8 +311,7 @@ def plan_step(
         fits = 0 < array.ndim <= max_dims and len(array) == len(tokens) <= array.size
         if argument is not None and not fits:
             raise ValueError(
-                f"{name} has shape {array.shape}; there are {len(tokens)} documents: give one row "
-                "for each"
+                f"{name} has shape {array.shape}; give one row for each of {len(tokens)} documents"
             )
     if group_ids.size and group_ids.dtype.kind not in "iu":
         raise ValueError(f"groups has dtype {group_ids.dtype}; it must be integers")
@@ -343,8 +342,7 @@ def integers(
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ValueError(
-            f"{name} has shape {array.shape} and dtype {array.dtype}; it must be one list of "
-            "integers"
+            f"{name} has shape {array.shape} and dtype {array.dtype}; it must be a list of integers"
         )
     if array.max(initial=0) > np.iinfo(np.int64).max:
         raise ValueError(f"{name} has the number {array.max()}; it must be below 2^63")

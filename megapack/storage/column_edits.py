@@ -122,8 +122,7 @@ def write_rows(writer: ColumnWriter, values: Any, lengths: Iterable[int] | int) 
         num_rows = values.shape[0] if values.ndim else "no"
         if num_rows != num_tokens:
             raise DataError(
-                f"column {writer.name}: {num_rows} rows for {num_tokens} tokens; give one row "
-                "per token"
+                f"column {writer.name}: {num_rows} rows for {num_tokens} tokens; give one per token"
             )
         if isinstance(values, np.ndarray) and values.dtype == "V2":  # bfloat16 of ml_dtypes
             values = values.view(np.uint16)

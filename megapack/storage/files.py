@@ -130,8 +130,7 @@ def read_array_blocks(
         if unread:
             missing = count - begin - (numbers.nbytes - len(unread)) // numbers.itemsize
             raise FormatError(
-                f"{file.name} ends {missing} numbers early: it is truncated, or was shortened "
-                "while it was read"
+                f"{file.name} ends {missing} numbers early: it is truncated, or became shorter"
             )
         yield numbers
 

@@ -254,8 +254,7 @@ def difference_from_files(
         if recorded[key] != value:
             return (
                 f"the meta file does not match the dataset: its {key} is {recorded[key]}, but "
-                f"that of the dataset is {value}; delete the meta file if another tool rewrote "
-                "the dataset"
+                f"that of the dataset is {value}; delete it if another tool rewrote the dataset"
             )
     return None
 

@@ -66,8 +66,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if [self.preset, self.config, self.pretrained].count(None) != 2:
             raise ConfigError(
-                "model: give exactly one of preset and config (from scratch) and pretrained (a "
-                "checkpoint)"
+                "model: give exactly one of preset and config (from scratch) and pretrained"
             )
         if isinstance(self.config, dict) and "model_type" not in self.config:
             raise ConfigError("model: config has no model_type; give one, as in model_type: qwen3")
@@ -418,8 +417,7 @@ class EngineConfig:
         if self.offload_activations and not self.activation_checkpointing:
             raise ConfigError(
                 "engine: offload_activations is true and activation_checkpointing is false; only "
-                "inputs of recomputed layers can be offloaded: set activation_checkpointing to "
-                "true, too"
+                "inputs of recomputed layers can be offloaded: set activation_checkpointing, too"
             )
         for name, reason in (
             ("offload_activations", "a compiled layer saves its input inside its own graph"),
@@ -449,10 +447,7 @@ def _refuse_decided(section: dict[str, Any], path: str = "") -> None:
     for key, value in section.items():
         name = f"{path}{key}"
         if name in DECIDED:
-            raise ConfigError(
-                f"engine.deepspeed: {name} is set by {DECIDED[name]}; remove it from "
-                "engine.deepspeed"
-            )
+            raise ConfigError(f"engine.deepspeed: {name} is set by {DECIDED[name]}; leave it out")
         if isinstance(value, dict):
             _refuse_decided(value, f"{name}.")
         elif any(known.startswith(f"{name}.") for known in DECIDED):

@@ -283,7 +283,7 @@ def test_step_without_documents_has_no_micro_batches() -> None:
         ([3], {"max_documents_per_rank": 0}, "max_documents_per_rank is 0"),
         ([3], {"linear_cost_tokens": -1}, "linear_cost_tokens is -1"),
         ([3], {"linear_cost_tokens": 1 << 29}, "linear_cost_tokens is 536870912"),
-        ([3.5], {}, "it must be one list of integers"),
+        ([3.5], {}, "it must be a list of integers"),
         ([3], {"linear_cost_tokens": float("inf")}, "linear_cost_tokens is inf"),
         ([3], {"linear_cost_tokens": 10**400}, "linear_cost_tokens is 1000"),
         (np.array([2**63], np.uint64), {}, "lengths has the number 9223372036854775808"),

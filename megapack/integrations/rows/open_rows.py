@@ -391,8 +391,7 @@ def _given_index(
     if not whole:
         raise ConfigError(
             f"source {source.title!r} has index {source.index}, which contains all documents, and "
-            "the host's split takes a part: give all documents to one split (--split 100,0,0), or "
-            "leave out index"
+            "the host's split takes a part: use one split (--split 100,0,0), or leave out index"
         )
     index = dataset.shard_index or source.open_index()
     if index.alignment % options.align:

@@ -105,8 +105,7 @@ def _format_of(path: str) -> tuple[Format, Compression]:
         _refuse_mds(path)
     if suffix in _NOT_READ or (format in TABLES and compression):
         raise ConfigError(
-            f"{path}: only .gz and .zst are supported, and only of text and JSON Lines; decompress "
-            "it first"
+            f"{path}: only .gz and .zst are supported, only of text and JSON Lines; decompress it"
         )
     return format, compression
 
