@@ -21,7 +21,7 @@ from megapack import _core
 from megapack.errors import ConfigError, DataError
 from megapack.packing.groups import Units, check_groups, groups_checksum, joined_segments
 from megapack.packing.metrics import DocumentTotals, Lengths
-from megapack.packing.sample_index import SampleIndex
+from megapack.packing.sample_index import SampleIndex, WithRoom
 from megapack.packing.strategies import Request, Strategy, find_strategy
 from megapack.packing.trees import DocumentTokens
 from megapack.units import checked_integer
@@ -126,7 +126,7 @@ MAX_THREADS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackingMethod:
+class PackingMethod(WithRoom):
     """Checked options of a packing, without documents and seed."""
 
     strategy: Strategy
@@ -134,14 +134,6 @@ class PackingMethod:
     # All parameters of the strategy, as the index records them; also ``alignment`` above 1,
     # ``fim_room`` above 0, ``match_repetition`` below 1, ``groups`` if used.
     parameters: dict[str, Any]
-
-    @property
-    def alignment(self) -> int:
-        return int(self.parameters.get("alignment", 1))
-
-    @property
-    def fim_room(self) -> int:
-        return int(self.parameters.get("fim_room", 0))
 
 
 def check_packing(

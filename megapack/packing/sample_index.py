@@ -110,8 +110,24 @@ _HEADER = (
 )
 
 
+class WithRoom:
+    """Base of classes with the ``parameters`` of a packing: room in its samples."""
+
+    parameters: Any
+
+    @property
+    def alignment(self) -> int:
+        """Segments can begin at multiples of this and still fit their sample's capacity."""
+        return int(self.parameters.get("alignment", 1))
+
+    @property
+    def fim_room(self) -> int:
+        """Tokens by which a document of one segment may grow."""
+        return int(self.parameters.get("fim_room", 0))
+
+
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class SampleIndex:
+class SampleIndex(WithRoom):
     """Samples grouped by bucket, in memory (``pack``) or mapped from a file (``load``).
 
     Sample ``i`` has the segments ``sample_segment_offsets[i]`` to ``sample_segment_offsets[i + 1]``
@@ -172,14 +188,6 @@ class SampleIndex:
     def __post_init__(self) -> None:
         for array in self._arrays.values():
             array.flags.writeable = False
-
-    @property
-    def alignment(self) -> int:
-        return int(self.parameters.get("alignment", 1))
-
-    @property
-    def fim_room(self) -> int:
-        return int(self.parameters.get("fim_room", 0))
 
     @property
     def fim_longest(self) -> int:
