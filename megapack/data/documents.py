@@ -317,8 +317,7 @@ def carried_columns(
     shards = [shard for source in sources for shard in source.columns]
     known = {name for _, packed in shards for name in packed} - INTERPRETED.keys()
     where = ", ".join(source.prefix for source in sources)
-    if any(isinstance(source, ShardedDocuments) for source in sources):
-        where += " (run `megapack-build pack` again after you add a column to a shard)"
+    where += " (after `column add` to a shard, run `megapack-build pack` again)"
     check_known(where, "column", rules, known)
     carried: dict[str, ColumnSpec] = {}
     for name, rule in sorted(rules.items()):

@@ -52,8 +52,7 @@ class StreamCutter {
     // Appends documents from i on without a branch: whether a document ends a sample is random, and
     // a branch on it would be mispredicted. Every document is written as if the next sample began
     // in it; later documents overwrite the excess, as long as a sample before `last` remains
-    // to be opened. Returns the first document for which that is uncertain, or that spans a whole
-    // sample.
+    // to be opened. Returns the first document for which that is uncertain, or that spans a sample.
     template <typename ItemAt>
     std::int64_t push_before(std::int64_t last, std::int64_t i, std::int64_t end, ItemAt item_at) {
         Id* const document = out_->segment_document.data();
