@@ -31,10 +31,8 @@ T = TypeVar("T")
 
 def load_config(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -> T:
     """Read a YAML file into ``cls``, a frozen dataclass; apply ``"a.b=value"`` overrides (YAML).
-
     Raises ConfigError for invalid YAML, an unknown key, a wrong type, or a value that ``cls``
-    refuses, OSError if the file cannot be read.
-    """
+    refuses, OSError if the file cannot be read."""
     try:
         tree = read_yaml(Path(path).read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:

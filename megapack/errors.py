@@ -107,10 +107,8 @@ def _escaped(character: str) -> str:
 
 
 class PrintableStream:
-    """Stream that writes ``printable(text)`` to another one, ``unfiltered``.
-
-    A carriage return at the start of a write stays: progress bars of libraries begin with one.
-    """
+    """Stream that writes ``printable(text)`` to another one, ``unfiltered``. A carriage return at
+    the start of a write stays: progress bars of libraries begin with one."""
 
     def __init__(self, stream: Any) -> None:
         self.unfiltered = getattr(stream, "unfiltered", stream)

@@ -190,10 +190,8 @@ class BatchLayout:
 
 
 def slot_tokens(capacity: int, row_tokens: int, alignment: int = 1) -> list[int]:
-    """Return the tokens of the slots of a row; every slot begins with one sample.
-
-    Slots are equal, but the last one also has the remainder, as in ``csrc/core/gather/plan.cpp``.
-    """
+    """Return the tokens of the slots of a row; every slot begins with one sample. Slots are equal,
+    but the last one also has the remainder, as in ``csrc/core/gather/plan.cpp``."""
     slots = row_tokens // capacity
     slot = row_tokens // slots // alignment * alignment
     return [*[slot] * (slots - 1), row_tokens - (slots - 1) * slot]
@@ -549,11 +547,9 @@ def allocate(
 
 
 class ReusedBuffers:
-    """Buffers that reuse memory once nothing refers to it. Safe to share between threads.
-
-    New memory costs several times what is written into it: the kernel clears it page by page. At
-    most ``MAX_BLOCKS`` free blocks are kept.
-    """
+    """Buffers that reuse memory once nothing refers to it. Safe to share between threads. New
+    memory costs several times what is written into it: the kernel clears it page by page. At most
+    ``MAX_BLOCKS`` free blocks are kept."""
 
     MAX_BLOCKS = 8
 

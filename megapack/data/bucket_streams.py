@@ -296,10 +296,8 @@ class BucketStream:
 
 
 class FiniteStream(BucketStream):
-    """Every sample of one capacity once, source after source, in the order of the indices.
-
-    Four draws of 2 from 5 samples get 2, 2, 1 and 0 samples.
-    """
+    """Every sample of one capacity once, source after source, in the order of the indices. Four
+    draws of 2 from 5 samples get 2, 2, 1 and 0 samples."""
 
     def __init__(self, bucket: Bucket) -> None:
         sizes = bucket.sizes.tolist()

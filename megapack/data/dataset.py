@@ -397,10 +397,8 @@ class PackedDataset(Dataset[Batch]):
         return self._max_cu_seqlens[key] + cuts
 
     def prefetch(self, sample_ids: ArrayLike) -> int:
-        """Ask the system to read the documents of these samples in the background.
-
-        Returns the number of bytes, in whole pages. Raises as ``micro_batch`` does.
-        """
+        """Ask the system to read the documents of these samples in the background. Returns the
+        number of bytes, in whole pages. Raises as ``micro_batch`` does."""
         ids = np.ascontiguousarray(sample_ids, np.int64)
         self._open_for(ids)
         return self._gatherer.read_ahead(ids)

@@ -45,10 +45,8 @@ _BLOCKS, _BLOCK_TOKENS = 64, 1 << 16
 
 
 class SourceDocuments(abc.ABC):
-    """Documents of one source, a list of shards.
-
-    ``DatasetDocuments`` has one shard, ``ShardedDocuments`` has the shards of a manifest.
-    """
+    """Documents of one source, a list of shards. ``DatasetDocuments`` has one shard,
+    ``ShardedDocuments`` has the shards of a manifest."""
 
     prefix: str  # of the dataset, or path of the manifest, for messages
     dtype: np.dtype[Any]  # token dtype, the widest of all shards

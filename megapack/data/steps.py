@@ -351,11 +351,9 @@ PLAIN = StepView()
 
 
 def fold_key(seed: int, *parts: int) -> int:
-    """Return a 64-bit key from a seed and numbers that identify its use.
-
-    The first number is 1 for shuffles of samples, 2 cycles, 3 cost windows, 4 stages, 5 shuffles of
-    packing, 6 arranged sources and fill-in-the-middle.
-    """
+    """Return a 64-bit key from a seed and numbers that identify its use. The first number is 1 for
+    shuffles of samples, 2 cycles, 3 cost windows, 4 stages, 5 shuffles of packing, 6 arranged
+    sources and fill-in-the-middle."""
     key = seed % (1 << 64)
     for part in parts:
         key = _core.random_bits(key, part)

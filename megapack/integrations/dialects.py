@@ -175,12 +175,9 @@ class LossTerms(NamedTuple):
 
 
 def loss_terms(batch: Mapping[str, Any], dialect: Dialect) -> LossTerms:
-    """Return the losses of a batch that the dialect can represent.
-
-    A host that shifts text predicts the next token of the row, so a different label (the next token
-    of a document that is cut there) is dropped. One that shifts rows of R tokens loses the label of
-    the last position.
-    """
+    """Return the losses of a batch that the dialect can represent. A host that shifts text predicts
+    the next token of the row, so a different label (the next token of a document that is cut there)
+    is dropped. One that shifts rows of R tokens loses the label of the last position."""
     tokens, labels, weights = batch["tokens"], batch["labels"], batch["loss_mask"]
     if dialect.labels is None and dialect.target_labels is None:  # the host takes them from text
         following = pad(tokens[:, 1:], (0, 1), value=IGNORED)

@@ -65,10 +65,8 @@ def with_fim_room(lengths: Lengths, room: int, capacity: int) -> Lengths:
 def with_true_lengths(
     arrays: Mapping[str, Any], lengths: Lengths, with_room: Lengths
 ) -> dict[str, Any]:
-    """Cut segments to the true lengths; remove segments that lie entirely in the room.
-
-    A strategy made ``arrays`` from the rounded lengths ``with_room``, both (num_documents,).
-    """
+    """Cut segments to the true lengths; remove segments that lie entirely in the room. A strategy
+    made ``arrays`` from the rounded lengths ``with_room``, both (num_documents,)."""
     documents = arrays["segment_document"]
     true_length, full_length = lengths[documents], with_room[documents]
     # Tokens before the room: all but the last one, if the document has room.

@@ -69,10 +69,8 @@ def price_of_a_sample(buckets: list[int]) -> float:
 
 
 class _Program:
-    """Minimize sum x_p (capacity_p - price) while placing every class, by column generation.
-
-    The solver keeps its basis when patterns are added: each solve starts at the last solution.
-    """
+    """Minimize sum x_p (capacity_p - price) while placing every class, by column generation. The
+    solver keeps its basis when patterns are added: each solve starts at the last solution."""
 
     def __init__(self, demand: NDArray[np.float64], buckets: list[int], unit: int) -> None:
         self._buckets = buckets

@@ -286,10 +286,8 @@ class SampleIndex(WithRoom):
         return bucket, list(zip(*(column[segments].tolist() for column in columns), strict=True))
 
     def groups_of(self, sample: int) -> list[int]:
-        """Return the group of every segment of a sample, numbered within the sample.
-
-        With attention ``group``, segments of one group attend to each other. Raises IndexError.
-        """
+        """Return the group of every segment of a sample, numbered within the sample. With attention
+        ``group``, segments of one group attend to each other. Raises IndexError."""
         segments = self._segments_of(sample)
         if self.segment_joined is None:
             return list(range(segments.stop - segments.start))

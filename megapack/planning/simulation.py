@@ -259,11 +259,9 @@ class _Operation:
 
 
 def _operations(stage: int, cluster: Cluster, num_micro_batches: int) -> Iterator[_Operation]:
-    """Yield a stage's operations in order: 1F1B (Narayanan et al. 2021, section 2.2).
-
-    With several parts it is interleaved: each part processes as many micro batches as there are
-    stages, then the next part processes them.
-    """
+    """Yield a stage's operations in order: 1F1B (Narayanan et al. 2021, section 2.2). With several
+    parts it is interleaved: each part processes as many micro batches as there are stages, then the
+    next part processes them."""
     stages, parts = cluster.pipeline_parallel, cluster.virtual_stages
     count = num_micro_batches * parts
     later_stages = stages - stage - 1

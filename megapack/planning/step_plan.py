@@ -109,9 +109,7 @@ class StepPlan:
     @cached_property
     def inverse_permutation(self) -> Integers:
         """(documents,) int64: position of each document in `permutation`.
-
-        ``results[inverse_permutation]`` restores the caller's order of results, rank after rank.
-        """
+        ``results[inverse_permutation]`` restores the caller's order of results, rank after rank."""
         inverse = np.empty_like(self.permutation)
         inverse[self.permutation] = np.arange(len(inverse))
         return inverse
@@ -174,9 +172,7 @@ class StepPlan:
     @cached_property
     def tokens(self) -> NDArray[np.float64]:
         """(micro batches, ranks): tokens of a rank; each of d ranks has 1/d of its group's tokens.
-
-        Even if a trainer rounds them up to integers, they do not exceed the budget.
-        """
+        Even if a trainer rounds them up to integers, they do not exceed the budget."""
         return self._per_rank(self.lengths)
 
     @cached_property

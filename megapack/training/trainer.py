@@ -103,11 +103,9 @@ class BatchTrace:
 
 
 class Trainer:
-    """State of the training loop, the same on all ranks.
-
-    ``find(tokens)`` returns the newest good checkpoint of at most that many tokens, and its store.
-    ``record`` is the result of ``run_record``, for checkpoints.
-    """
+    """State of the training loop, the same on all ranks. ``find(tokens)`` returns the newest good
+    checkpoint of at most that many tokens, and its store. ``record`` is the result of
+    ``run_record``, for checkpoints."""
 
     def __init__(
         self,

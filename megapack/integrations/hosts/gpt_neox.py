@@ -50,10 +50,8 @@ LOADERS = ("build_train_valid_test_data_loaders", "build_train_valid_test_data_i
 
 
 class LabeledDocuments(DatasetDocuments):
-    """Documents whose labels are a dataset with one label for each token; negative: no loss.
-
-    Raises IndexMismatchError if the datasets have different numbers of tokens.
-    """
+    """Documents whose labels are a dataset with one label for each token; negative: no loss. Raises
+    IndexMismatchError if the datasets have different numbers of tokens."""
 
     def __init__(self, dataset: IndexedDataset, labels: IndexedDataset) -> None:
         super().__init__(dataset, ignored=[LABELS])

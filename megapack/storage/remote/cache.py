@@ -178,11 +178,9 @@ _FETCH_POLL_SECONDS = 1.0
 
 
 class Patience:
-    """Timeout and log lines of a waiting reader.
-
-    ``what`` returns a description of the awaited data, such as "block 7 (bytes [...)) of
-    s3://..."; ``moved`` returns a value that changes whenever there is progress.
-    """
+    """Timeout and log lines of a waiting reader. ``what`` returns a description of the awaited
+    data, such as "block 7 (bytes [...)) of s3://..."; ``moved`` returns a value that changes
+    whenever there is progress."""
 
     def __init__(self, what: Callable[[], str], moved: Callable[[], object]) -> None:
         self._what, self._moved = what, moved
@@ -232,10 +230,8 @@ Blocks: TypeAlias = NDArray[np.int64]  # block numbers, sorted and unique
 
 class Chunks:
     """Files of ``CHUNK_BLOCKS`` blocks each, in a folder next to ``path``, of a .bin or .col.
-
     Chunks from before the last boot of the machine may be incomplete on the disk: they are ignored,
-    and removed when the entry is used again.
-    """
+    and removed when the entry is used again."""
 
     def __init__(self, path: Path) -> None:
         self.folder = path.with_name(f"{path.name}.{_boot()}")

@@ -86,11 +86,9 @@ class SpecialToken:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerFiles:
-    """A tokenizer on disk. It is small, because every worker receives a copy.
-
-    ``vocab_size`` is the largest id plus 1, added tokens included. ``digest`` is xxh3-128 of the
-    tokenizer's files; builds with equal digests can be joined.
-    """
+    """A tokenizer on disk. It is small, because every worker receives a copy. ``vocab_size`` is the
+    largest id plus 1, added tokens included. ``digest`` is xxh3-128 of the tokenizer's files;
+    builds with equal digests can be joined."""
 
     kind: Kind
     name: str  # as given by the user

@@ -265,11 +265,9 @@ class TrainingModel(nn.Module):
         return self
 
     def checkpoint_activations(self, saving: Saving | None = None) -> None:
-        """Recompute every layer in the backward pass instead of keeping its activations.
-
-        Hooks of ``saving`` save a layer's input, ``[1, T, width]``; tensors that all layers share
-        (RoPE's table, cu_seqlens) are not saved.
-        """
+        """Recompute every layer in the backward pass instead of keeping its activations. Hooks of
+        ``saving`` save a layer's input, ``[1, T, width]``; tensors that all layers share (RoPE's
+        table, cu_seqlens) are not saved."""
         model: Any = self.model
         enable = getattr(model, "activation_checkpointing_enable", None)
         if enable is None:  # transformers before 5.20
@@ -282,10 +280,8 @@ class TrainingModel(nn.Module):
                     module._gradient_checkpointing_func = partial(_saved_by, saving, recompute)
 
     def save(self, directory: str | Path, weights: dict[str, Tensor] | None = None) -> None:
-        """Write a directory for ``from_pretrained``.
-
-        For ZeRO-3, ``weights`` contains the complete parameters, by their names in this module.
-        """
+        """Write a directory for ``from_pretrained``. For ZeRO-3, ``weights`` contains the complete
+        parameters, by their names in this module."""
         state = None
         if weights is not None:
             state = {name.removeprefix("model."): value for name, value in weights.items()}
@@ -305,11 +301,9 @@ def on_device(
     config: EngineConfig,
     distill: DistillConfig | None = None,
 ) -> dict[str, Any]:
-    """Return the arguments of ``TrainingModel.forward`` for one micro batch.
-
-    ``loss_mask`` is passed as ``label_weights`` if losses are weighted, and the columns of a
-    teacher with ``distill``.
-    """
+    """Return the arguments of ``TrainingModel.forward`` for one micro batch. ``loss_mask`` is
+    passed as ``label_weights`` if losses are weighted, and the columns of a teacher with
+    ``distill``."""
     names = ("tokens", "labels", "position_ids", "cu_seqlens", "dataset_ids")
     tensors, more = {name: batch[name] for name in names}, {}
     if "kv_index" in batch:  # the probe changes the nodes, and not cu_seqlens

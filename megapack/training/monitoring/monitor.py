@@ -197,11 +197,9 @@ class Monitor:
     def step(
         self, line: dict[str, Any], *, content: Step, work: StepWork, result: StepResult
     ) -> None:
-        """Record a step, and write the log if it is due.
-
-        ``line`` has ``step``, ``tokens_seen``, ``epoch``, ``lr``, ``data_wait`` (s), ``imbalance``,
-        ``padding``. Raises FloatingPointError as ``flush`` does, or after too many skipped updates.
-        """
+        """Record a step, and write the log if it is due. ``line`` has ``step``, ``tokens_seen``,
+        ``epoch``, ``lr``, ``data_wait`` (s), ``imbalance``, ``padding``. Raises FloatingPointError
+        as ``flush`` does, or after too many skipped updates."""
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
         ids = np.ascontiguousarray(content.sample_ids, np.int64)
