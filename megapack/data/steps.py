@@ -324,11 +324,7 @@ class StepView:
 
     @cached_property
     def core(self) -> _core.StepView:
-        """View in the form that the gather reads.
-
-        Raises:
-            ValueError: a factor of ``loss_weight`` is not finite.
-        """
+        """View for the gather. Raises ValueError if a factor of ``loss_weight`` is not finite."""
         factors = self.loss_weight
         if factors is not None:
             factors = np.ascontiguousarray(factors, np.float32)

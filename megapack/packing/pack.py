@@ -145,11 +145,8 @@ def check_packing(
     preset: str | None = None,
     parameters: Mapping[str, Any] | None = None,
 ) -> PackingMethod:
-    """Check the options of ``pack`` without documents; ``groups``: documents have groups.
-
-    Raises:
-        ConfigError: unknown strategy, parameter or preset, a value out of range, bad buckets.
-    """
+    """Check the options of ``pack`` without documents; ``groups``: documents have groups. Raises
+    ConfigError: unknown strategy, parameter or preset, a value out of range, bad buckets."""
     chosen = find_strategy(strategy)
     capacities = _check_buckets(buckets, chosen)
     resolved = chosen.resolve(parameters or {}, preset=preset, capacity=capacities[-1])

@@ -116,13 +116,9 @@ def linear_cross_entropy(
 def top_log_probabilities(
     hidden: Tensor, weight: Tensor, k: int, *, softcap: float = 0.0, chunk_tokens: int = 2048
 ) -> tuple[Tensor, Tensor]:
-    """Return the k most likely tokens of every position and their log-probabilities, best first.
-
-    Args: as in ``linear_cross_entropy``; ``weight`` has at least k rows.
-
-    Returns:
-        ids ``[T, k]`` int32, log-probabilities ``[T, k]`` float32 (float64 for float64 inputs).
-    """
+    """Return the k most likely tokens of every position, best first: ids ``[T, k]`` int32, and
+    log-probabilities ``[T, k]`` float32 (float64 for float64 inputs). Arguments are those of
+    ``linear_cross_entropy``; ``weight`` has at least k rows."""
     ids = hidden.new_empty(len(hidden), k, dtype=torch.int32)
     best = hidden.new_empty(len(hidden), k, dtype=_accumulator(hidden))
     for begin in range(0, len(hidden), chunk_tokens):
