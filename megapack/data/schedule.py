@@ -457,11 +457,9 @@ class Schedule:
     # --- counting -------------------------------------------------------------------------------
 
     def stage_at(self, step: int) -> StageDraws:
-        """Return the stage that a step belongs to."""
         return self.stages[bisect_right(self.stages, step, key=lambda stage: stage.begin) - 1]
 
     def settings_at(self, step: int) -> StageSettings:
-        """Return the settings of a step."""
         return self.program[bisect_right(self.program, step, key=lambda stage: stage.begin) - 1]
 
     @property

@@ -88,7 +88,6 @@ class TrainingModel(nn.Module):
 
     @property
     def configuration(self) -> Any:
-        """The transformers configuration."""
         return self.model.config
 
     @property
@@ -115,7 +114,6 @@ class TrainingModel(nn.Module):
 
     @property
     def layers(self) -> nn.ModuleList:
-        """Decoder layers."""
         count = self.configuration.num_hidden_layers
         lists = (m for m in self.model.modules() if isinstance(m, nn.ModuleList))
         return next(layers for layers in lists if len(layers) == count)

@@ -56,7 +56,6 @@ class StepWork:
 
     @staticmethod
     def of(schedule: Schedule, step: Step, flops: ModelFlops) -> StepWork:
-        """Count one step."""
         lengths, paths = segment_lengths(schedule, step)
         samples = [np.full(len(d.sample_ids), d.capacity, np.int64) for d in step.draws]
         capacities = np.concatenate(samples)
