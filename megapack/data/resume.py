@@ -346,8 +346,7 @@ def check_record(
     difference that is allowed.
 
     Args:
-        saved: record of the checkpoint; None if it has none, which needs ``run`` in
-            ``allow_change``.
+        saved: record of the checkpoint; None: none, which needs ``run`` in ``allow_change``.
         allow_change: keys, sections of keys, or last parts of keys that may differ.
         is_branch: the run starts from another run's checkpoint in order to differ from there on:
             only the model, the tokenizer and the data must be the same.

@@ -472,8 +472,7 @@ class SampleSource:
         return self.label_totals(ids, view).labels
 
     def label_totals(self, ids: Ids, view: StepView = PLAIN) -> LabelTotals:
-        """Return the labels of every sample; without a counter, every token but a document's last
-        has one."""
+        """Return the labels of every sample; without a counter, all but a document's last token."""
         if self._counter is not None:
             return self._counter(ids, view)
         assert view.epochs is None, "bare indices have no fill-in-the-middle"

@@ -41,8 +41,7 @@ class TreeBatch(dict[str, Any]):
     - ``cu_seqlens_q``, ``cu_seqlens_k``, ``kv_index`` int32, ``max_seqlen_q``, ``max_seqlen_k``
       int: the nodes and paths (``megapack.attention.TreeSegments``).
     - ``sequences``: int64 (S,), numbers of the sequences, in the order of the next entries.
-    - ``token_offsets``: int64 (S + 1,), and ``token_index``: int64 (P,), the row of every position
-      of every sequence.
+    - ``token_offsets``: int64 (S + 1,), and ``token_index``: int64 (P,), the rows of all positions.
     - ``occurrence_offsets``: int64 (T + 1,), and ``occurrences``: int64 (P,): the entries of
       ``token_index`` that are each token of the row.
     - columns: (1, T, ...).
@@ -92,8 +91,7 @@ def tree_batch(
     Args:
         tree: a ``megapack.planning.Tree`` of a ``TreePlan``. If it has no sequence, the row is one
             token of padding, because all ranks must forward something.
-        sequences: integers (length,) of every sequence of the tree, by number: the argument of
-            ``plan_trees``.
+        sequences: integers (length,) of every sequence, by number: the argument of ``plan_trees``.
         weights: floats (length,) of every sequence: weight of the loss of predicting each token,
             such as an advantage; None: 1. The first token of a sequence is never predicted, so its
             weight is not read.

@@ -114,8 +114,7 @@ def write_rows(writer: ColumnWriter, values: Any, lengths: Iterable[int] | int) 
 
     ``values`` are an array, a tensor or a memory map of one row per token, (num_tokens, *shape), or
     an iterable of the rows of each document. ``lengths`` are the tokens per document; for an array,
-    the number of all tokens is enough. Raises DataError if the rows do not fit the tokens or the
-    column's type.
+    the number of all tokens is enough. Raises DataError if rows do not fit the tokens or the type.
     """
     if isinstance(values, np.ndarray) or hasattr(values, "detach"):
         num_tokens = lengths if isinstance(lengths, int) else sum(lengths)

@@ -349,8 +349,7 @@ class ColumnEntry:
 
 def column_entries(meta: Mapping[str, Any] | None, where: object) -> dict[str, ColumnEntry]:
     """Return the columns that a meta file lists, in alphabetical order; none without a meta file.
-    ``where`` is its path, for messages. Raises FormatError if an entry is damaged, or does not have
-    one row per token."""
+    ``where`` is its path, for messages. Raises FormatError for a damaged entry, or a wrong size."""
     entries: dict[str, ColumnEntry] = {}
     for name, content in sorted((meta or {}).get(COLUMNS, {}).items()):
         try:

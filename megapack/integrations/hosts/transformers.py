@@ -401,8 +401,7 @@ class PackedTrainerMixin:
 
         Replaces all logits with 0. Then the gradient of the loss with respect to the logits of a
         token is negative only for the label that the loss uses, and 0 if it uses none. (With the
-        model's own logits, it vanishes where the model is certain.) A loss fused with the head is
-        not checked.
+        model's own logits, it vanishes where the model is certain.) Fused losses are not checked.
         """
         zeros: list[torch.Tensor] = []
 

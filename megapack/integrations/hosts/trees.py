@@ -212,8 +212,7 @@ class TreeDPOMixin:
 
     All pairs of a micro batch (``per_device_train_batch_size``) are one packed prefix tree, for the
     policy and for the reference. Losses, metrics, precomputed reference log-probabilities and
-    evaluation stay those of DPOTrainer. Larger micro batches share more: prompts that occur twice,
-    system prompts.
+    evaluation stay those of DPOTrainer. Larger micro batches share more, such as system prompts.
 
     Raises ConfigError for options and models that prefix trees do not support
     (``check_tree_model``): dropout, images, sequence parallelism, ``padding_free``,

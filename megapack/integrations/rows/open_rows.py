@@ -284,8 +284,7 @@ def open_rows(
     MegapackError or OSError for sources that cannot be read or packed.
 
     Args:
-        manifest: its seed, rows_per_block, align and cache_directory take precedence over those of
-            the host.
+        manifest: its seed, rows_per_block, align and cache_directory override those of the host.
         datasets: ``open_documents(manifest)``.
         split: part of every source's documents, as fractions; (0.99, 1.0) is the last percent.
             Stages and fill-in-the-middle apply only to a part that begins with the first document

@@ -319,8 +319,7 @@ def ordered_split(weights: Sequence[float], num_documents: int) -> list[range]:
 
 def hashed_split(weights: Sequence[float], hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
     """Return the split of every document (int64) from its hash (uint64). Hashes are uniform, so the
-    shares follow the weights. A document keeps its split when the corpus grows or changes its
-    order."""
+    shares follow the weights. A document keeps its split when the corpus grows or is reordered."""
     bounds = np.array(_bounds(weights)[1:-1])
     # A double holds integers of up to 53 bits exactly.
     fractions = (hashes >> np.uint64(11)).astype(np.float64) / 2.0**53

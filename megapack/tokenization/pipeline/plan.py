@@ -61,8 +61,7 @@ OPTIONS = {"inputs": "input", "suffixes": "suffix", "columns": "column"}
 
 @dataclass(frozen=True, kw_only=True)
 class BuildConfig:
-    """Options of a build. The bytes of the result depend only on the first three groups and on the
-    input files."""
+    """Options of a build. The result depends only on the first three groups and the input files."""
 
     # Input.
     inputs: tuple[str, ...]

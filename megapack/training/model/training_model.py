@@ -300,8 +300,7 @@ def on_device(
     distill: DistillConfig | None = None,
 ) -> dict[str, Any]:
     """Return the arguments of ``TrainingModel.forward`` for one micro batch. ``loss_mask`` is
-    passed as ``label_weights`` if losses are weighted, and the columns of a teacher with
-    ``distill``."""
+    passed as ``label_weights`` if losses are weighted, a teacher's columns with ``distill``."""
     names = ("tokens", "labels", "position_ids", "cu_seqlens", "dataset_ids")
     tensors, more = {name: batch[name] for name in names}, {}
     if "kv_index" in batch:  # the probe changes the nodes, and not cu_seqlens
