@@ -10,7 +10,7 @@
 - ``column_names``, ``per_token``: the columns of a batch, and all its tensors per token.
 
     BatchLayout(micro_batch_tokens=64, kind="rows", row_tokens=32).rows(capacity=16)  # -> (2, 32)
-    slot_tokens(capacity=10, row_tokens=32)                        # -> 10 10 12
+    last_slot(capacity=10, row_tokens=32)                          # -> 12, after 10 and 10
     segment_ids(torch.tensor([0, 2, 5]), num_tokens=5)             # -> 0 0 1 1 1
     cut_bounds(Bounds([0, 5, 8], ...), window=4).cu_seqlens        # -> 0 4 5 8
 """
@@ -189,12 +189,11 @@ class BatchLayout:
         return tensor.view(rows, -1) if self.cu_seqlens_per_row else tensor
 
 
-def slot_tokens(capacity: int, row_tokens: int, alignment: int = 1) -> list[int]:
-    """Return the tokens of the slots of a row; every slot begins with one sample. Slots are equal,
-    but the last one also has the remainder, as in ``csrc/core/gather/plan.cpp``."""
+def last_slot(capacity: int, row_tokens: int) -> int:
+    """Return the tokens of the last slot of a row; slots hold one sample each and are equal, but
+    the last one also has the remainder, as in ``csrc/core/gather/plan.cpp``."""
     slots = row_tokens // capacity
-    slot = row_tokens // slots // alignment * alignment
-    return [*[slot] * (slots - 1), row_tokens - (slots - 1) * slot]
+    return row_tokens - (slots - 1) * (row_tokens // slots)
 
 
 def longest_position(
@@ -210,8 +209,7 @@ def longest_position(
     longest = 0
     for index in indices:
         for capacity in index.bucket_capacity.tolist():
-            slots = slot_tokens(capacity, max(row_tokens or capacity, capacity))
-            longest = max(longest, slots[-1])
+            longest = max(longest, last_slot(capacity, max(row_tokens or capacity, capacity)))
         if positions == "document":
             longest = max(longest, index.longest_reach)
     return longest

@@ -35,7 +35,7 @@ from megapack.attention import (
 from megapack.attention.routes import COLUMN
 from megapack.attention.transformers_interface import add_segment_numbers
 from megapack.data import Batch
-from megapack.data.batch import slot_tokens
+from megapack.data.batch import last_slot
 from megapack.training.config import DistillConfig, EngineConfig
 from megapack.training.model.flops import whole_shape
 from megapack.training.model.loss import (
@@ -339,4 +339,4 @@ def longest_segment(batch: Batch, config: EngineConfig) -> int:
     if not config.compile:
         return int(batch["max_seqlen_q" if "kv_index" in batch else "max_seqlen"])
     capacity = int(batch["capacity"])
-    return slot_tokens(capacity, int(batch.get("row_tokens", capacity)))[-1]
+    return last_slot(capacity, int(batch.get("row_tokens", capacity)))
