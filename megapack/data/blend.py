@@ -101,9 +101,7 @@ class Source:
         check_positive(subject, loss_weight=self.loss_weight, max_epochs=self.max_epochs)
         is_sharded = self.index is not None and is_shard_manifest(self.index)
         if is_sharded == (self.prefix is not None):
-            raise ConfigError(
-                f"{subject} needs a prefix, or a shard manifest as its index, and not both"
-            )
+            raise ConfigError(f"{subject} needs a prefix, or a shard manifest as index, not both")
         if self.shards is not None and not (is_sharded and len(self.shards) == 2):
             raise ConfigError(
                 f"{subject} has shards {list(self.shards)}; give [first, end] of a shard manifest"
@@ -113,9 +111,7 @@ class Source:
                 f"{subject} has score_order {self.score_order} and no scores; give their file, too"
             )
         if self.valid_index is not None and self.valid_prefix is None:
-            raise ConfigError(
-                f"{subject} has a valid_index and no valid_prefix; give its documents, too"
-            )
+            raise ConfigError(f"{subject} has valid_index, but no valid_prefix: give that, too")
 
     def relative_to(self, folder: Path) -> Source:
         """Return the source with paths relative to the manifest's folder; addresses stay."""

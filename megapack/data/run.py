@@ -101,9 +101,7 @@ class DataConfig(StepConfig):
                     f"data: {name} is for prefix and index; a blend has it in its manifest"
                 )
         if self.valid_index is not None and self.valid_prefix is None:
-            raise ConfigError(
-                "data: valid_index is given and valid_prefix is not; give its documents, too"
-            )
+            raise ConfigError("data: valid_index is given, but not valid_prefix: give that, too")
 
     def check_ranks(self, num_ranks: int, sequence_parallel_size: int = 1) -> None:
         """Raise ConfigError, which names sizes that fit, if the ranks cannot share a step;

@@ -432,9 +432,7 @@ class Schedule:
         self.config = config or ScheduleConfig(**fields)
         for name in [index, *index] if isinstance(index, Sequence) else [index]:
             if isinstance(name, str | PathLike):
-                raise ConfigError(
-                    f"{name!r} is the name of a file: give SampleIndex.load({str(name)!r})"
-                )
+                raise ConfigError(f"{name!r} is a file name: give SampleIndex.load({str(name)!r})")
         source = index if isinstance(index, SampleSource) else getattr(index, "samples", None)
         if source is None:
             indices: Any = index if isinstance(index, Sequence) else [index]

@@ -531,9 +531,7 @@ class SampleIndex(WithRoom):
         wrong |= np.diff(ends) < 0
         num_documents = len(np.unique(documents[(documents >= 0) & (documents < len(lengths))]))
         if wrong.any() or [ends[0], ends[-1], num_documents] != [0, len(documents), len(documents)]:
-            raise FormatError(
-                f"{self.path}: its prefix trees are damaged or of other documents; pack again"
-            )
+            raise FormatError(f"{self.path}: prefix trees are damaged or stale; pack again")
         if (lengths[documents] != np.repeat(reach, np.diff(ends))).any():
             raise FormatError(f"{self.path}: a document does not end with its segment; pack again")
 

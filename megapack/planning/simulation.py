@@ -62,9 +62,7 @@ class Cluster:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.context_parallel & (self.context_parallel - 1):
-            raise ConfigError(
-                f"context_parallel is {self.context_parallel}; it must be a power of two"
-            )
+            raise ConfigError(f"context_parallel is {self.context_parallel}; choose a power of two")
         if self.virtual_stages > 1 and self.pipeline_parallel == 1:
             raise ConfigError(
                 f"virtual_stages is {self.virtual_stages}, which needs pipeline_parallel above 1"
@@ -204,9 +202,7 @@ def simulate_step(
     stages, parts = cluster.pipeline_parallel, cluster.virtual_stages
     count, ranks = assigned.tokens.shape
     if ranks != cluster.num_ranks:
-        raise ValueError(
-            f"the step is assigned to {ranks} ranks, but the cluster has {cluster.num_ranks}"
-        )
+        raise ValueError(f"the step has {ranks} ranks, but the cluster {cluster.num_ranks}")
     overlapped = np.maximum(assigned.attention, exchange_cost_tokens * assigned.exchanged)
     cost = (linear_cost_tokens * assigned.tokens + overlapped) / (stages * parts)
     if parts > 1:

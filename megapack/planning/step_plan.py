@@ -147,9 +147,7 @@ class StepPlan:
             i = int(np.flatnonzero(labels < 0)[0])
             raise ValueError(f"num_labels of document {i} is {labels[i]}; it must be at least 0")
         if loss not in ("token_mean", "sequence_mean", "group_mean"):
-            raise ValueError(
-                f"loss is {loss!r}; it must be token_mean, sequence_mean or group_mean"
-            )
+            raise ValueError(f"loss is {loss!r}; choose token_mean, sequence_mean or group_mean")
         if (loss == "group_mean") != (groups is not None):
             raise ValueError(
                 f"loss is {loss!r} and groups are {'missing' if groups is None else 'given'}; "
@@ -292,9 +290,7 @@ def plan_step(
     for name, value in counts.items():
         checked_integer(name, value, -(1 << 62), 1 << 62)  # the core knows the limits
     if not abs(linear_cost_tokens) < 1 << 62:
-        raise ValueError(
-            f"linear_cost_tokens is {linear_cost_tokens}; it must be a number of tokens"
-        )
+        raise ValueError(f"linear_cost_tokens is {linear_cost_tokens}; give a number of tokens")
     cost_array = np.zeros(0) if costs is None else cost_numbers("costs", costs)
     group_ids = np.zeros(0, np.int64) if groups is None else np.asarray(groups)
     limits = np.zeros(0)

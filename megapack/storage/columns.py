@@ -117,9 +117,7 @@ class ColumnSpec:
         except (DataError, OverflowError):
             exact = False
         if not exact:
-            raise ConfigError(
-                f"column fill is {self.fill!r:.80}, which is not a finite {self.dtype}"
-            )
+            raise ConfigError(f"column fill is {self.fill!r:.80}, not a finite {self.dtype}")
 
     def __str__(self) -> str:
         """Return ``float16[4], of token, fill 0``, for messages."""

@@ -390,9 +390,7 @@ def read_lengths_file(path: str | os.PathLike[str]) -> NDArray[Any]:
     document has over 2^40 tokens."""
     lengths = open_npy(path)
     if lengths.ndim != 1 or lengths.dtype.kind not in "iu":
-        raise DataError(
-            f"{path} has {lengths.dtype} of shape {lengths.shape}; lengths are 1-D integers"
-        )
+        raise DataError(f"{path} has {lengths.dtype} of shape {lengths.shape}; give 1-D integers")
     if (longest := lengths.max(initial=0)) > MAX_DOCUMENT_TOKENS:
         raise DataError(
             f"{path}: a document has {longest} tokens; the limit is {MAX_DOCUMENT_TOKENS} (2^40)"
@@ -410,9 +408,7 @@ def read_documents(path: str | Path) -> NDArray[np.int64]:
     if path.suffix == ".npy":
         ids: NDArray[Any] = open_npy(path)
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise FormatError(
-                f"{path} has {ids.dtype} of shape {ids.shape}; document ids are 1-D integers"
-            )
+            raise FormatError(f"{path} has {ids.dtype} of shape {ids.shape}; ids are 1-D integers")
     else:
         lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
         for number, line in enumerate(lines, 1):

@@ -429,9 +429,7 @@ def _tokenizer_beside(path: Path) -> str | None:
     try:
         name = json.loads(config.read_bytes()).get("name_or_path")
     except (ValueError, AttributeError, RecursionError) as error:
-        raise FormatError(
-            f"{config} is not a JSON object ({error}): restore or remove it"
-        ) from error
+        raise FormatError(f"{config} is no JSON object ({error}): restore or remove it") from error
     return name if isinstance(name, str) and name else str(config.parent)
 
 
@@ -470,7 +468,5 @@ def as_lengths(lengths: NDArray[np.int64]) -> NDArray[np.int32]:
     """Return lengths as int32, as an .idx stores them. Raises DataError if one is too long."""
     longest = int(lengths.max(initial=0))
     if longest > MAX_SEQUENCE_LENGTH:
-        raise DataError(
-            f"a document has {longest} tokens; the format ends at {MAX_SEQUENCE_LENGTH}"
-        )
+        raise DataError(f"a document has {longest} tokens; the limit is {MAX_SEQUENCE_LENGTH}")
     return lengths.astype(np.int32)

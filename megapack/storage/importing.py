@@ -89,9 +89,7 @@ def _read(
     vocab_size = foreign.vocab_size if vocab_size is None else vocab_size
     foreign = replace(foreign, vocab_size=vocab_size)
     if foreign.layout is None and eod_token is None:
-        raise ConfigError(
-            f"{name} has no index: give the id that separates documents (--eod-token)"
-        )
+        raise ConfigError(f"{name} has no index: give the separator of documents (--eod-token)")
     if foreign.layout is not None and (eod_token is not None or eod_at is not None):
         raise ConfigError(
             f"{path} is of kind {kind}, whose files record where documents end: leave out "

@@ -265,9 +265,7 @@ def _common_dtype(inputs: list[InputDataset]) -> np.dtype[Any]:
     dtypes = {dataset.dtype.name: dataset for dataset in inputs}
     if len(dtypes) > 1:
         examples = ", ".join(f"{name} ({dataset.prefix})" for name, dataset in dtypes.items())
-        raise DataError(
-            f"the inputs have different dtypes: {examples}; pass dtype= (--dtype int32)"
-        )
+        raise DataError(f"the inputs differ in dtype: {examples}; pass dtype= (--dtype int32)")
     return inputs[0].dtype
 
 

@@ -95,9 +95,7 @@ def set_rank_environment(local_rank: int | None = None) -> int:
     wrong = [f"{name}={text}" for name, text in numbers.items() if not text.isdecimal()]
     if wrong or not int(numbers["RANK"]) < int(numbers["WORLD_SIZE"]):
         values = " ".join(f"{name}={text}" for name, text in numbers.items())
-        raise ConfigError(
-            f"the environment has {values}; ranks are numbers from 0 to WORLD_SIZE - 1"
-        )
+        raise ConfigError(f"the environment has {values}; ranks are from 0 to WORLD_SIZE - 1")
     return int(numbers["WORLD_SIZE"])
 
 

@@ -451,9 +451,7 @@ def _refuse_decided(section: dict[str, Any], path: str = "") -> None:
         if isinstance(value, dict):
             _refuse_decided(value, f"{name}.")
         elif any(known.startswith(f"{name}.") for known in DECIDED):
-            raise ConfigError(
-                f"engine.deepspeed: {name} is {value!r}; it must be a mapping of keys"
-            )
+            raise ConfigError(f"engine.deepspeed: {name} is {value!r}; it must be a mapping")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -162,9 +162,7 @@ def held_out(args: argparse.Namespace) -> HeldOut:
     if args.blend:
         sources = open_validation_of_sources(load_blend(args.blend), buckets=args.buckets)
         if not sources:
-            raise ConfigError(
-                f"{args.blend}: no source has held-out documents; give sources a valid_prefix"
-            )
+            raise ConfigError(f"{args.blend}: no source has held-out documents (valid_prefix)")
     return data, sources
 
 

@@ -189,7 +189,7 @@ def test_loss_weights_equal_the_three_means(num_ranks: int) -> None:
     [
         (([1],), r"num_labels has shape \(1,\)"),
         (([1, -1],), "num_labels of document 1 is -1"),
-        (([1, 1], "mean"), "loss is 'mean'; it must be token_mean, sequence_mean or group_mean"),
+        (([1, 1], "mean"), "loss is 'mean'; choose token_mean, sequence_mean or group_mean"),
         (([1, 1], "group_mean"), "loss is 'group_mean' and groups are missing"),
         (([1, 1], "token_mean", [0, 0]), "loss is 'token_mean' and groups are given"),
         (([1, 1], "group_mean", [0.5, 0]), "groups has shape"),

@@ -71,11 +71,11 @@ def test_stored_bytes_equal_the_definition(dtype: str, data: st.DataObject) -> N
         ({"dtype": "float64"}, "column dtype is 'float64'; choose from int8"),
         ({"dtype": "int8", "shape": (0,)}, r"column shape \[0\]"),
         ({"dtype": "float32", "shape": (16385,)}, "65540 bytes per token"),
-        ({"dtype": "uint8", "fill": -1}, "column fill is -1, which is not a finite uint8"),
+        ({"dtype": "uint8", "fill": -1}, "column fill is -1, not a finite uint8"),
         ({"dtype": "float16", "fill": 1e9}, "column fill is 1000000000.0"),
         ({"dtype": "float32", "fill": math.nan}, "column fill is nan"),
         ({"dtype": "float32", "fill": 10**400}, "column fill is 1000"),
-        ({"dtype": "float32", "fill": "0"}, "column fill is '0', which is not a finite float32"),
+        ({"dtype": "float32", "fill": "0"}, "column fill is '0', not a finite float32"),
         ({"dtype": "uint8", "fill": True}, "column fill is True"),  # JSON's true is no number
         ({"dtype": "uint8", "shape": 2}, r"column shape is 2; give integers, as in \(8,\)"),
         ({"dtype": "int8", "of": "labels"}, "column of is 'labels'"),

@@ -82,7 +82,7 @@ def test_dtypes_are_converted_on_request_only(tmp_path: Path) -> None:
     write(tmp_path / "narrow", SMALL, np.uint16)
     write(tmp_path / "wide", [[[70_000]]], np.int32)
     inputs = [tmp_path / "narrow", tmp_path / "wide"]
-    with pytest.raises(DataError, match=r"different dtypes: uint16 .* int32 .*--dtype int32"):
+    with pytest.raises(DataError, match=r"differ in dtype: uint16 .* int32 .*--dtype int32"):
         merge(inputs, tmp_path / "merged")
     merge(inputs, tmp_path / "merged", dtype=np.int32)
     write(tmp_path / "whole", [*SMALL, [[70_000]]], np.int32)

@@ -189,9 +189,7 @@ class NeoXProvider:
                 continue
             block = getattr(self.neox_args, "train_batch_size", None) or manifest.rows_per_block
             if block is None:
-                raise ConfigError(
-                    'train_batch_size is unknown; set "rows_per_block" in the manifest'
-                )
+                raise ConfigError('train_batch_size is unknown: set "rows_per_block" in manifest')
             labeled = any(isinstance(source, LabeledSource) for source in manifest.sources)
             dataset = build_text_rows(
                 manifest,

@@ -326,9 +326,7 @@ def open_cache() -> Cache:
     except ConfigError as error:
         raise ConfigError(f"MEGAPACK_CACHE_SIZE: {error}") from error
     if limit is not None and limit < SMALLEST_SIZE:
-        raise ConfigError(
-            f"MEGAPACK_CACHE_SIZE is {text!r}; it must be at least {size(SMALLEST_SIZE)}"
-        )
+        raise ConfigError(f"MEGAPACK_CACHE_SIZE is {text!r}; the least is {size(SMALLEST_SIZE)}")
     opened = _open_cache(os.path.realpath(directory), os.getpid())
     opened.limit = limit
     return opened

@@ -561,9 +561,7 @@ class _WholeFrames:
         data = self._raw.read(size)
         between_frames = self._next == _BETWEEN_FRAMES and not self._header
         if not data and size and not between_frames:
-            raise DataError(
-                f"{self._path} is truncated (it ends inside a frame); download it again"
-            )
+            raise DataError(f"{self._path} is truncated (it ends in a frame); download it again")
         position = 0
         while position < len(data):
             skipped, length = self._next

@@ -282,9 +282,7 @@ def _line_detail(line: bytes, options: ReadOptions) -> str:
     wanted = list if options.values == "lists" else str
     if not isinstance(value, wanted):
         return f"{options.json_key!r} is {json_kind(value)}, not {json_kind(wanted())}"
-    return (
-        "it has half a surrogate pair, over 900 nested values, or a split key with a list or object"
-    )
+    return "it has half a surrogate pair, over 900 nested values, or a non-scalar split key"
 
 
 _SEARCH_BYTES = 1 << 16

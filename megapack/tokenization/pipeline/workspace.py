@@ -328,9 +328,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     if not isinstance(content, dict) or not _FORMAT.items() <= content.items():
-        raise FormatError(
-            f"{path} is not a plan of this version of megapack; start over with --overwrite"
-        )
+        raise FormatError(f"{path} is not a plan of this version; start over with --overwrite")
     return content
 
 

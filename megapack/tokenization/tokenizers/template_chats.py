@@ -89,9 +89,7 @@ class TemplateChats:
         tools = extra[_TOOLS] is not None and "tool_use" in self._templates
         template = self._templates["tool_use" if tools else "default"]
         if extra[_TOOLS] and _TOOLS not in template.variables:
-            raise DataError(
-                "the chat template does not read its tools; ignore them with --tools-key ''"
-            )
+            raise DataError("the chat template reads no tools; ignore them with --tools-key ''")
         variables = {**self._fixed, **extra}
 
         def render(messages: Sequence[Message], *, prompt: bool = False) -> Rendered:

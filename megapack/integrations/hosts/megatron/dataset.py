@@ -253,9 +253,7 @@ class PackedDatasetBuilder(BlendedMegatronDatasetBuilder):  # type: ignore[misc]
             if cls.dialect is MEGATRON_BRIDGE:
                 loader = getattr(config, "dataloader_type", None) or "single"
                 if loader != "single":
-                    raise ConfigError(
-                        f"dataset.dataloader_type is {loader}: rows are ordered; set 'single'"
-                    )
+                    raise ConfigError(f"dataset.dataloader_type is {loader}: set 'single'")
                 # Otherwise Bridge's middle pipeline stages read no boundaries.
                 config.enable_in_batch_packing = True
             config = fold_blends(config)
