@@ -155,7 +155,7 @@ def consume(
 
 
 def measured(line: Line, fn: Callable[[], dict[str, float]], useful: int) -> dict[str, Any]:
-    """Run ``fn`` in a separate process with an empty cache; add requests and bytes of the line."""
+    """Run ``fn`` in a separate process with an empty cache; add the proxy's requests and bytes."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as cache:
         os.environ["MEGAPACK_CACHE"] = cache
         line.counts.clear()

@@ -260,7 +260,7 @@ def measured(index: SampleIndex, open_it: Callable[[], Schedule], num_steps: int
 def main() -> None:
     n = 200_000 if quick() else 3_000_000
     lengths = LAWS["fineweb_edu_like"](n, 1)
-    # First: the memory of its forked processes starts with the memory of this one.
+    # Run this first: its forked processes start with the memory that this one has allocated.
     staged = program(lengths[:230_000], 1_000 if quick() else 10_000, 1_000_000)
     work, priced = balance(lengths, 10 if quick() else 100), windows(lengths, BUCKETS[-1])
     sizes = (2_000,) if quick() else (1_000, 2_000, 4_000)

@@ -58,8 +58,8 @@ run_dir=$(srun --nodes=1 --ntasks=1 ${container[@]+"${container[@]}"} \
 newest() { cat "$run_dir/checkpoints/latest" 2>/dev/null; }
 before=$(newest)
 
-# Slurm must not kill the other ranks when one ends: it would turn their 75 into 143. They detect a
-# lost rank (engine.heartbeat_timeout_seconds); Slurm kills those that run ten minutes later.
+# Slurm must not kill the other ranks when one ends: their exit code 75 would become 143. They
+# detect a lost rank (engine.heartbeat_timeout_seconds); after ten minutes, Slurm kills them.
 srun --kill-on-bad-exit=0 --wait=600 ${container[@]+"${container[@]}"} \
     "$python" -m megapack.training.pretrain --config "$CONFIG" "$@"
 code=$?

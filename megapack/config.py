@@ -30,12 +30,9 @@ T = TypeVar("T")
 
 
 def load_config(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -> T:
-    """Read a YAML file into ``cls``, a frozen dataclass, and apply ``"a.b=value"`` overrides
-    (YAML).
-
+    """Read a YAML file into ``cls``, a frozen dataclass; apply ``"a.b=value"`` overrides (YAML).
     Raises ConfigError for invalid YAML, an unknown key, a wrong type, or a value that ``cls``
-    refuses, OSError if the file cannot be read.
-    """
+    refuses, OSError if the file cannot be read."""
     try:
         tree = read_yaml(Path(path).read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -182,8 +179,7 @@ def _refuse(problem: str, mark: Any) -> NoReturn:
 
 
 def _check_size(text: str) -> None:
-    """Refuse values nested too deeply, and aliases that contain themselves or expand to too many
-    values."""
+    """Refuse values nested too deeply, and aliases that contain themselves or become too large."""
     sizes: dict[str, int | None] = {}  # anchor -> values, with aliases expanded; None: not ended
     unended: list[tuple[str | None, int]] = []  # anchor and values of the collections around
     for event in yaml.parse(text, Loader=_SafeLoader):

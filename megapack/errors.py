@@ -18,8 +18,7 @@ from typing import Any
 
 
 def require(module: str, why: str) -> Any:
-    """Import an optional package. Raises MegapackError, which says ``why`` it is needed and how to
-    install it."""
+    """Import an optional package. Raises MegapackError: ``why`` it is needed, how to install it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -125,10 +124,8 @@ def _escaped(character: str) -> str:
 
 
 class PrintableStream:
-    """Stream that writes ``printable(text)`` to another one, ``unfiltered``.
-
-    A carriage return at the start of a write stays: progress bars of libraries begin with one.
-    """
+    """Stream that writes ``printable(text)`` to another one, ``unfiltered``. A carriage return at
+    the start of a write stays: progress bars of libraries begin with one."""
 
     def __init__(self, stream: Any) -> None:
         self.unfiltered = getattr(stream, "unfiltered", stream)

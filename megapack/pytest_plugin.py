@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def no_leaks() -> Callable[..., Report]:
-    """Return a function with the arguments of ``probe`` that raises LeakError, or returns the
-    report."""
+    """Return ``probe``, but raise LeakError if documents depend on each other."""
 
     def check(target: Any, batch: Any, **options: Any) -> Report:
         from megapack.probe import probe  # noqa: PLC0415  # torch: only for tests that ask

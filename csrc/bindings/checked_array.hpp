@@ -1,5 +1,4 @@
-// Arrays of files whose blocks have checksums. Functions that read an index accept numpy arrays and
-// CheckedArrays.
+// Arrays of files whose blocks have checksums. Readers of an index accept numpy arrays and these.
 #pragma once
 
 #include "bindings/scalars.hpp"

@@ -19,8 +19,7 @@ void raise_as(const char* name, const char* message) {
 }
 
 // Translates the core's own exceptions; pybind11 translates invalid_argument, out_of_range and
-// overflow_error (ValueError, IndexError, OverflowError). The translator applies only to this
-// module.
+// overflow_error (ValueError, IndexError, OverflowError). The translator is local to this module.
 void translate_errors() {
     py::register_local_exception_translator([](std::exception_ptr pending) {
         try {

@@ -47,8 +47,7 @@ Extent extent(const std::string& value, const char* name) {
                            {"tree", Extent::kTree}});
 }
 
-// "longalign" is the sequence mean in another unit; the factors of the samples include the
-// conversion.
+// "longalign" is the sequence mean in another unit; factors of samples include the conversion.
 Loss loss(const std::string& value) {
     return choice<Loss>(value, "loss",
                         {{"token_mean", Loss::kTokenMean},

@@ -195,8 +195,7 @@ py::dict samples_to_dict(Samples<Id, Length>&& samples) {
     return result;
 }
 
-// Calls `callback(done, total)` at most ten times a second; an exception or Ctrl-C stops the
-// packing.
+// Calls `callback(done, total)` at most ten times a second; exceptions and Ctrl-C stop the packing.
 Progress::Report report_to(const py::object& callback) {
     using Clock = std::chrono::steady_clock;
     return [callback, last = Clock::now()](std::int64_t done, std::int64_t total) mutable {
@@ -210,8 +209,7 @@ Progress::Report report_to(const py::object& callback) {
 }
 
 // Builds a Strategy from two functions: read(Rules) returns the rules of the strategy, and
-// pack(Id{}, lengths, rules, run) runs without the GIL. Id is int32 if document numbers and lengths
-// fit.
+// pack(Id{}, lengths, rules, run) runs without the GIL. Id is int32 if numbers and lengths fit.
 template <typename Read, typename Pack>
 Strategy strategy(Read read, Pack pack) {
     return [=](const DocumentLengths& lengths, Rules& given, const PythonRun& options) {
@@ -283,8 +281,7 @@ py::dict pack(const std::string& name, const DocumentLengths& lengths, const py:
     return strategy->second(lengths, given, run);
 }
 
-// Cuts documents at `capacity`. Returns the number of rests of each length, and the number of full
-// chunks.
+// Cuts documents at `capacity`. Returns the rests of each length, and the number of full chunks.
 std::pair<py::array_t<std::int64_t>, std::int64_t> length_histogram(const DocumentLengths& lengths,
                                                                     std::int64_t capacity,
                                                                     std::int64_t threads) {

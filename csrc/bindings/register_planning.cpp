@@ -1,5 +1,4 @@
-// plan_step: the ranks and micro batches of one step's documents. plan_trees: of sequences that
-// share prefixes.
+// plan_step: the ranks and micro batches of one step's documents. plan_trees: of prefix trees.
 #include "bindings/scalars.hpp"
 
 #include <algorithm>
@@ -69,8 +68,7 @@ void check_sorted(Span<const std::int64_t> lengths, Span<const std::int64_t> sha
               "sequence ", k, " has ", lengths[k], " tokens and shares ", shared[k]);
 }
 
-// Returns (number of micro batches, offsets of trees, their sequences, what each shares with the
-// one before).
+// Returns (number of micro batches, offsets of trees, their sequences, shared tokens as above).
 std::tuple<std::int64_t, Numbers, Numbers, Numbers> plan_trees_numpy(
     const Array<std::int64_t>& lengths, const Array<std::int64_t>& shared,
     const Array<std::int64_t>& groups, const std::string& balance, std::int64_t num_ranks,

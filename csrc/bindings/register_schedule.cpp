@@ -51,7 +51,7 @@ py::array_t<std::int64_t> permute_epochs_numpy(const Array<std::uint64_t>& keys,
                count = view(counts, "counts");
     check(key.size() == size.size() && size.size() == begin.size() && begin.size() == count.size(),
           "keys, sizes, begins and counts have ", key.size(), ", ", size.size(), ", ", begin.size(),
-          " and ", count.size(), " elements; they must have equally many");
+          " and ", count.size(), " elements; the numbers must be equal");
     return computed([&] {
         std::vector<EpochRun> runs;
         runs.reserve(key.size());
@@ -59,7 +59,7 @@ py::array_t<std::int64_t> permute_epochs_numpy(const Array<std::uint64_t>& keys,
         for (std::int64_t i = 0; i < key.size(); ++i) {
             runs.push_back({key[i], size[i], begin[i], count[i]});
             check(count[i] >= 0 && count[i] <= kMaxPositions - total, "counts[", i, "] is ",
-                  count[i], "; counts are not negative and sum to at most ", kMaxPositions);
+                  count[i], "; counts must be 0 or more and sum to at most ", kMaxPositions);
             total += count[i];
         }
         std::vector<std::int64_t> out(total);

@@ -155,8 +155,7 @@ def check_matplotlib() -> None:
         import matplotlib  # noqa: F401, PLC0415
     except ImportError as error:
         raise ConfigError(
-            "matplotlib draws the page, and is not installed: pip install matplotlib, or do "
-            "without the page"
+            "matplotlib is not installed: pip install matplotlib, or do without the page"
         ) from error
 
 

@@ -106,10 +106,8 @@ class PlannedWork:
         num_steps: drawn steps.
         split_ratio: share of all documents that are longer than ``max_context_parallel_size x
             micro_batch_tokens`` and were cut there.
-        shared_ratio: share of the tokens whose document is on more than one rank, which costs
-            communication.
-        micro_batches, extra_micro_batches: per step, and those beyond the number that the tokens
-            need.
+        shared_ratio: share of tokens whose document is on several ranks, which costs communication.
+        micro_batches, extra_micro_batches: per step, and those beyond what the tokens need.
         attention, model: critical path over the ideal, of attention alone and of the whole model.
     """
 

@@ -149,8 +149,7 @@ class Model:
     """Sizes of a decoder that determine its cost.
 
     Attributes:
-        parameters: parameters that multiply every token: without embedding tables, with the output
-            head.
+        parameters: parameters that multiply every token: the output head, but no embedding tables.
         num_layers: attention layers.
         attention_width: heads x head size (the hidden size in most models).
     """
@@ -215,10 +214,8 @@ class TrainingRun:
     Attributes:
         utilization: share of the peak that training reaches, 0 to 1 (MFU with attention).
         price_per_gpu_hour: in any currency; the report prints dollars.
-        attention: `document` (inside each document) or `sample` (causal over the whole sample with
-            its padding).
-        dealing: assignment of samples to the ranks of a step: `balanced` (longest first) or
-            `random`.
+        attention: `document` (inside each document) or `sample` (causal over the padded sample).
+        dealing: assignment of samples to ranks in a step: `balanced` (longest first) or `random`.
         train_tokens: document tokens to train on; None: as many as the documents have. A strategy
             that drops tokens needs more than one pass for them.
     """

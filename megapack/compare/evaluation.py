@@ -106,8 +106,7 @@ def parse_case(
     if at:
         if not all(place.strip().isdecimal() for place in places.split("+")):
             raise ConfigError(
-                f"strategy {text!r}: {places!r} is not a capacity; write @4096, or @1024+2048 for "
-                "buckets"
+                f"strategy {text!r}: {places!r} is not a capacity; write @4096, or @1024+2048"
             )
         chosen = [(head, tuple(sorted(map(int, places.split("+")))))]
     elif many:

@@ -78,8 +78,7 @@ class SourceReader:
         self._arrays: dict[int, dict[str, Any]] = {}
 
     def read(self, ids: Ids) -> tuple[Pieces, NDArray[Any], dict[str, NDArray[Any]]]:
-        """Return samples as documents, their tokens, and their rows of every column, (tokens,
-        ...)."""
+        """Return samples as documents, their tokens, and rows of every column, (tokens, ...)."""
         segments = self.data.segments(ids)
         lengths = segments.length + segments.continues
         pieces = Pieces(

@@ -9,7 +9,7 @@
 - ``column_names``, ``per_token``: the columns of a batch, and all its tensors per token.
 
     BatchLayout(micro_batch_tokens=64, kind="rows", row_tokens=32).rows(capacity=16)  # -> (2, 32)
-    slot_tokens(capacity=10, row_tokens=32)                        # -> 10 10 12
+    last_slot(capacity=10, row_tokens=32)                          # -> 12, after 10 and 10
     cut_bounds(Bounds([0, 5, 8], ...), window=4).cu_seqlens        # -> 0 4 5 8
 """
 
@@ -136,7 +136,7 @@ class BatchLayout:
         if self.kind not in ("stream", "rows"):
             raise ConfigError(f"layout is {self.kind!r}; it must be 'stream' or 'rows'")
         if self.cu_seqlens not in ("exact", "padded"):
-            raise ConfigError(f"cu_seqlens is {self.cu_seqlens!r}; it is 'exact' or 'padded'")
+            raise ConfigError(f"cu_seqlens is {self.cu_seqlens!r}; choose 'exact' or 'padded'")
         if self.row_tokens is not None and self.micro_batch_tokens % self.row_tokens:
             raise ConfigError(
                 f"row_tokens {self.row_tokens} does not divide micro_batch_tokens "
@@ -183,14 +183,11 @@ class BatchLayout:
         return values.reshape(rows, -1) if self.cu_seqlens_per_row else values
 
 
-def slot_tokens(capacity: int, row_tokens: int, alignment: int = 1) -> list[int]:
-    """Return the tokens of the slots of a row; every slot begins with one sample.
-
-    Slots are equal, but the last one also has the remainder, as in ``csrc/core/gather/plan.cpp``.
-    """
+def last_slot(capacity: int, row_tokens: int) -> int:
+    """Return the tokens of the last slot of a row; slots hold one sample each and are equal, but
+    the last one also has the remainder, as in ``csrc/core/gather/plan.cpp``."""
     slots = row_tokens // capacity
-    slot = row_tokens // slots // alignment * alignment
-    return [*[slot] * (slots - 1), row_tokens - (slots - 1) * slot]
+    return row_tokens - (slots - 1) * (row_tokens // slots)
 
 
 def longest_position(
@@ -206,8 +203,7 @@ def longest_position(
     longest = 0
     for index in indices:
         for capacity in index.bucket_capacity.tolist():
-            slots = slot_tokens(capacity, max(row_tokens or capacity, capacity))
-            longest = max(longest, slots[-1])
+            longest = max(longest, last_slot(capacity, max(row_tokens or capacity, capacity)))
         if positions == "document":
             longest = max(longest, index.longest_reach)
     return longest
@@ -370,8 +366,7 @@ def check_targets(num_targets: int, options: Mapping[str, Any]) -> None:
 
 
 def mtp_targets(batch: Batch, num_targets: int, *, attention: str) -> Batch:
-    """Return ``mtp_labels`` int64 and ``mtp_loss_mask`` float32, (rows, R, num_targets), for
-    depths 1, 2, ...
+    """Return ``mtp_labels`` int64 and ``mtp_loss_mask`` float32, (rows, R, depths 1, 2, ...).
 
     Args:
         batch: whole rows or a whole stream, gathered with options that ``check_targets`` accepts.
@@ -501,11 +496,9 @@ def allocate(
 
 
 class ReusedBuffers:
-    """Tensors whose memory is reused once nothing refers to it. Safe to share between threads.
-
-    New memory costs several times what is written into it: the kernel clears it page by page. At
-    most ``MAX_BLOCKS`` free blocks are kept.
-    """
+    """Tensors or arrays whose memory is reused once nothing refers to it. Safe to share between
+    threads. New memory costs several times what is written into it: the kernel clears it page by
+    page. At most ``MAX_BLOCKS`` free blocks are kept."""
 
     MAX_BLOCKS = 8
 

@@ -84,8 +84,7 @@ class Source:
     """Factor on the loss of its labels. The loss denominator is the sum of all factors, so equal
     factors change nothing."""
     fim_rate: float | None = None
-    """Share of its documents that fill-in-the-middle transforms; None: ``fim.rate`` of the
-    manifest."""
+    """Share of documents that fill-in-the-middle transforms; None: ``fim.rate`` of the manifest."""
     valid_prefix: str | None = None
     """Held-out documents of the same kind, for ``launch/``, which reports their loss separately.
     Hosts have their own validation data."""
@@ -104,9 +103,7 @@ class Source:
         check_positive(subject, loss_weight=self.loss_weight, max_epochs=self.max_epochs)
         is_sharded = self.index is not None and is_shard_manifest(self.index)
         if is_sharded == (self.prefix is not None):
-            raise ConfigError(
-                f"{subject} needs a prefix, or a shard manifest as its index, and not both"
-            )
+            raise ConfigError(f"{subject} needs a prefix, or a shard manifest as index, not both")
         if self.shards is not None and not (is_sharded and len(self.shards) == 2):
             raise ConfigError(
                 f"{subject} has shards {list(self.shards)}; give [first, end] of a shard manifest"
@@ -116,9 +113,7 @@ class Source:
                 f"{subject} has score_order {self.score_order} and no scores; give their file, too"
             )
         if self.valid_index is not None and self.valid_prefix is None:
-            raise ConfigError(
-                f"{subject} has a valid_index and no valid_prefix; give its documents, too"
-            )
+            raise ConfigError(f"{subject} has valid_index, but no valid_prefix: give that, too")
 
     def relative_to(self, folder: Path) -> Source:
         """Return the source with paths relative to the manifest's folder; addresses stay."""
@@ -249,8 +244,8 @@ class Stage:
             return Window(self.attention_window) if self.attention_window else None
         if before is None:
             raise ConfigError(
-                f"{self} has window_steps {self.window_steps} and there is no window before it to "
-                "begin with; give an attention_window to the stage before, or to the manifest"
+                f"{self} has window_steps {self.window_steps}, but no earlier window to grow from; "
+                "give an attention_window to the stage before, or to the manifest"
             )
         return Window(self.attention_window, before.at(begin), begin, self.window_steps)
 

@@ -55,8 +55,7 @@ class CostWindows(NamedTuple):
     All sources use the same ranks, so the costs in a draw differ only because the sources differ.
     If an epoch ends inside a window, each part is sorted separately. If a stage ends inside a
     window, its remaining samples keep their new order (``Move``) in the next stage. Costs are those
-    of whole documents (the sum of squared segment lengths), independent of masks and attention
-    windows.
+    of whole documents (sum of squared segment lengths), independent of masks and attention windows.
 
     Attributes:
         key: random key of the ranks of the draws.
@@ -153,8 +152,7 @@ class BucketStream:
         return ids[begin - first * size : end - first * size]
 
     def epochs(self, begin: int, end: int) -> Ids:
-        """Return the epoch of each of the ``ids`` within its source; cost windows do not
-        change it."""
+        """Return the epoch of each of the ``ids`` within its source; cost windows keep it."""
         which, first, counts, positions = self.blend.range(begin, end)
         epochs = np.empty(end - begin, np.int64)
         epochs[positions] = _epochs(which, self.starts[which] + first, counts, self.sizes)
@@ -298,10 +296,8 @@ class BucketStream:
 
 
 class FiniteStream(BucketStream):
-    """Every sample of one capacity once, source after source, in the order of the indices.
-
-    Four draws of 2 from 5 samples get 2, 2, 1 and 0 samples.
-    """
+    """Every sample of one capacity once, source after source, in the order of the indices. Four
+    draws of 2 from 5 samples get 2, 2, 1 and 0 samples."""
 
     def __init__(self, bucket: Bucket) -> None:
         sizes = bucket.sizes.tolist()

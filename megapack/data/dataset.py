@@ -281,12 +281,9 @@ class PackedDataset(_Dataset):
         return f"PackedDataset({len(self):,} samples of {names})"
 
     def __getitem__(self, i: int) -> Batch:
-        """Return one sample: ``micro_batch`` without the dimension of rows.
-
-        Returns:
-            tokens, labels, position_ids int64 (capacity,); loss_mask float32 (capacity,); columns
-            (capacity, *shape); cu_seqlens int32 (segments + 1,); max_seqlen int.
-        """
+        """Return one sample, ``micro_batch`` without the dimension of rows: tokens, labels,
+        position_ids int64 (capacity,); loss_mask float32 (capacity,); columns (capacity, *shape);
+        cu_seqlens int32 (segments + 1,); max_seqlen int."""
         return self._sample(i)
 
     def _sample(self, i: int, view: StepView = PLAIN) -> Batch:
@@ -437,10 +434,8 @@ class PackedDataset(_Dataset):
         return self._max_cu_seqlens[key] + cuts
 
     def prefetch(self, sample_ids: ArrayLike) -> int:
-        """Ask the system to read the documents of these samples in the background.
-
-        Returns the number of bytes, in whole pages. Raises as ``micro_batch`` does.
-        """
+        """Ask the system to read the documents of these samples in the background. Returns the
+        number of bytes, in whole pages. Raises as ``micro_batch`` does."""
         ids = np.ascontiguousarray(sample_ids, np.int64)
         self._open_for(ids)
         return self._gatherer.read_ahead(ids)
@@ -475,12 +470,8 @@ class PackedDataset(_Dataset):
         return SampleSegments(*self._gatherer.segments(ids))
 
     def documents(self, shard: int) -> IndexedDataset:
-        """Return the documents of a shard (see ``samples.shard_of``); open them on first use.
-
-        Raises:
-            IndexMismatchError: they are not the documents that were packed.
-            FormatError, OSError: a file is damaged or missing.
-        """
+        """Return the documents of a shard (``samples.shard_of``); open them on first use. Raises
+        IndexMismatchError if they are not the packed ones, FormatError or OSError for a file."""
         with self._opening:
             if shard not in self._documents:
                 self._documents[shard] = self._open(shard)

@@ -45,10 +45,8 @@ _BLOCKS, _BLOCK_TOKENS = 64, 1 << 16
 
 
 class SourceDocuments(abc.ABC):
-    """Documents of one source, a list of shards.
-
-    ``DatasetDocuments`` has one shard, ``ShardedDocuments`` has the shards of a manifest.
-    """
+    """Documents of one source, a list of shards. ``DatasetDocuments`` has one shard,
+    ``ShardedDocuments`` has the shards of a manifest."""
 
     prefix: str  # of the dataset, or path of the manifest, for messages
     dtype: np.dtype[Any]  # token dtype, the widest of all shards
@@ -317,13 +315,12 @@ def carried_columns(
     shards = [shard for source in sources for shard in source.columns]
     known = {name for _, packed in shards for name in packed} - INTERPRETED.keys()
     where = ", ".join(source.prefix for source in sources)
-    if any(isinstance(source, ShardedDocuments) for source in sources):
-        where += " (run `megapack-build pack` again after you add a column to a shard)"
+    where += " (after `column add` to a shard, run `megapack-build pack` again)"
     check_known(where, "column", rules, known)
     carried: dict[str, ColumnSpec] = {}
     for name, rule in sorted(rules.items()):
         if rule not in _IF_MISSING:
-            raise ConfigError(f"columns: {name} is {rule!r}; it is 'require' or 'fill'")
+            raise ConfigError(f"columns: {name} is {rule!r}; choose 'require' or 'fill'")
         lacking = [prefix for prefix, packed in shards if name not in packed]
         if lacking and rule == "require":
             raise ConfigError(
@@ -437,8 +434,7 @@ class RemoteReads:
         return AHEAD_BYTES if limit is None else min(AHEAD_BYTES, limit // _CACHE_PART)
 
     def prefetch(self, sample_ids: Ids) -> int:
-        """Fetch the blocks that a gather of samples reads, in the background; return the number of
-        bytes."""
+        """Fetch the blocks for a gather of samples in the background; return their bytes."""
         self._open_for(sample_ids)
         num_bytes = 0
         for rows, blocks in self._blocks(sample_ids):

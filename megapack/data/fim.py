@@ -74,14 +74,13 @@ class FimConfig:
     spm_rate: float = 0.5
     """Share of transformed documents in suffix-prefix-middle order (SPM) instead of PSM."""
     cuts: Literal["token", "character"] = "token"
-    """Positions of cuts: between tokens, or also inside a token, whose parts are then tokenized
-    separately."""
+    """Positions of cuts: between tokens, or also in tokens, whose parts are tokenized again."""
     sentinels: Sentinels
     tokenizer: str | None = None
     """Tokenizer of the documents, as in ``megapack-build tokenize``: required for sentinels that
     are texts and for cuts between characters."""
     eod: int | str | None = None
-    """Token that ends documents and stays there; null: taken from the datasets' metadata or
+    """Token that ends documents and stays at their end; null: taken from the datasets' metadata or
     the tokenizer; ``none``: documents end without one."""
 
     def __post_init__(self) -> None:
@@ -90,7 +89,7 @@ class FimConfig:
         texts = [text for text in tokens if isinstance(text, str) and text != "none"]
         if self.tokenizer is None and (texts or self.cuts == "character"):
             reason = f"{texts[0]!r} is a text" if texts else "cuts are between characters"
-            raise ConfigError(f"fim: {reason}, and there is no tokenizer: give the documents' one")
+            raise ConfigError(f"fim: {reason}, and fim.tokenizer is null: set it")
 
     def relative_to(self, folder: Path) -> FimConfig:
         """Return the settings with the tokenizer's path relative to the manifest's folder."""
@@ -137,8 +136,7 @@ class Fim:
     eod: int = -1
     spm_rate: float = 0.5
     tables: Tables | None = None
-    """Parts of tokens that a cut divides (``csrc/core/gather/fim.hpp``); None: cuts do not divide
-    tokens."""
+    """Parts of divided tokens (``csrc/core/gather/fim.hpp``); None: cuts do not divide tokens."""
 
     @property
     def sentinels(self) -> list[int]:
@@ -195,8 +193,7 @@ class Fim:
 
 
 def open_fim(config: FimConfig, datasets: Sequence[SourceDocuments]) -> Fim:
-    """Return the settings with token ids; the metadata of ``datasets`` may name the token that ends
-    documents.
+    """Return the settings with token ids; ``datasets`` may name the token that ends documents.
 
     Raises ConfigError if a sentinel is not a token or equals another one, the token that ends
     documents is unknown, or the tokenizer does not expose the bytes of its tokens; FormatError or
@@ -239,7 +236,7 @@ def _token_id(name: str, token: int | str, files: TokenizerFiles | None) -> int:
 def _end_token(
     config: FimConfig, files: TokenizerFiles | None, datasets: Sequence[SourceDocuments]
 ) -> int:
-    """Return the token that ends documents, or -1 if there is none."""
+    """Return the token that ends documents, or -1 without one."""
     if config.eod == "none":
         return -1
     if config.eod is not None:
@@ -263,7 +260,7 @@ def _end_token(
 
 # ---- Cuts between characters ---------------------------------------------------------------------
 
-_tables: dict[str, Tables] = {}  # by digest of the tokenizer: large ones take seconds
+_tables: dict[str, Tables] = {}  # by digest of the tokenizer; large tokenizers take seconds
 
 
 def _tables_of(files: TokenizerFiles) -> Tables:
@@ -274,8 +271,7 @@ def _tables_of(files: TokenizerFiles) -> Tables:
     return _tables[files.digest]
 
 
-# Most parts of a token with a cut. More would need more room in every document, for a few rare
-# tokens.
+# Most parts of a token with a cut. More would need more room in every document for rare tokens.
 MOST_PARTS = 4
 
 

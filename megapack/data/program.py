@@ -309,8 +309,7 @@ def _changed(stage: Stage, before: ScheduleConfig) -> ScheduleConfig:
 def _pieces(
     program: Program, stage: Stage, begin: int, config: ScheduleConfig, names: Sequence[str]
 ) -> list[tuple[int, Weights]]:
-    """Return (first step, weights) of every piece of the stage's ramp, or of the stage
-    without one."""
+    """Return (first step, weights) per piece of the stage's ramp, or of the stage without one."""
     by_name = stage.weights or {}
     by_number = numbered(by_name, names, f"{stage} gives a weight to")
     _check_above_0(str(stage), "weight", by_name, "leave a source out to draw nothing from it")

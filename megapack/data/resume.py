@@ -53,12 +53,12 @@ _TRAINING = ("loss_weights", "fim", "fim_rates", "attention_window", "attention"
 _LOSS = ("loss", "token_weights", "columns")
 # Fields that may be missing from an identity.
 OPTIONAL = (*_TRAINING, *_LOSS, "stages")
-_RESHUFFLED = "from here on the epoch's samples come in a new order: some repeat, some never come"
+_RESHUFFLED = "from here on the epoch's samples come in a new order: some repeat, some are skipped"
 _REWEIGHTED = "the same samples are drawn, but their losses are weighted differently"
 _SKIPS = ("skip_steps", "skipped", "from_step")
 _CONSEQUENCE = dict.fromkeys((*_WHOLE_RUN, *_DRAWS, *_SKIPS), _RESHUFFLED) | {
     "order_version": "another version of megapack orders samples differently; " + _RESHUFFLED,
-    "tokens_per_step": "the step number is converted by tokens seen; a step draws other samples",
+    "tokens_per_step": "the step number follows from the tokens seen; a step draws other samples",
     "row_tokens": "draws hold a different number of samples; " + _RESHUFFLED,
     "cost_window": "samples of a window are grouped differently; " + _RESHUFFLED,
     "indices": "other data; the epochs counted so far no longer mean anything",
@@ -71,7 +71,7 @@ _CONSEQUENCE = dict.fromkeys((*_WHOLE_RUN, *_DRAWS, *_SKIPS), _RESHUFFLED) | {
     "fim": "the same samples are drawn, and fill-in-the-middle transforms documents differently",
     "fim_rates": "the same samples are drawn, with fill-in-the-middle at other rates",
     "attention_window": "the same samples are drawn, with a different attention window",
-    "attention": "the same samples are drawn, but attention reaches differently within groups",
+    "attention": "the same samples are drawn, but attention has another extent",
 }
 ORDER_FIELDS = frozenset(_CONSEQUENCE)
 """Names of all fields that determine the order of samples."""
@@ -353,8 +353,7 @@ def check_record(
     difference that is allowed.
 
     Args:
-        saved: record of the checkpoint; None if it has none, which needs ``run`` in
-            ``allow_change``.
+        saved: record of the checkpoint; None: none, which needs ``run`` in ``allow_change``.
         allow_change: keys, sections of keys, or last parts of keys that may differ.
         is_branch: the run starts from another run's checkpoint in order to differ from there on:
             only the model, the tokenizer and the data must be the same.

@@ -100,8 +100,7 @@ class DataConfig(StepConfig):
         is_empty = self.prefix is None and self.index is None
         if not (is_empty if self.blend else is_single):
             raise ConfigError(
-                "data: give prefix and index (a shard manifest needs no prefix), or blend, and not "
-                "both"
+                "data: give prefix and index (a shard manifest needs no prefix) or blend, not both"
             )
         for name in ("fim", "columns"):
             if self.blend and getattr(self, name):
@@ -109,9 +108,7 @@ class DataConfig(StepConfig):
                     f"data: {name} is for prefix and index; a blend has it in its manifest"
                 )
         if self.valid_index is not None and self.valid_prefix is None:
-            raise ConfigError(
-                "data: valid_index is given and valid_prefix is not; give its documents, too"
-            )
+            raise ConfigError("data: valid_index is given, but not valid_prefix: give that, too")
 
     @property
     def _draw_unit(self) -> int:
@@ -169,8 +166,7 @@ class Decision:
 
 @dataclass(frozen=True, kw_only=True)
 class Decisions:
-    """All decisions of a run in order, and its length without them: skips do not change learning
-    rates."""
+    """All decisions of a run in order, and its length without skips, which keep learning rates."""
 
     num_epochs: int
     num_steps: int
@@ -279,8 +275,7 @@ class PlannedRun:
         return self.schedule.num_steps(1)
 
     def sampler(self, rank: int, num_ranks: int) -> BucketBatchSampler:
-        """Return the sampler of a rank. Raises ConfigError if ranks and micro batches of a stage do
-        not fit."""
+        """Return the sampler of a rank. Raises ConfigError if a stage does not fit the ranks."""
         from megapack.data.sampler import BucketBatchSampler  # noqa: PLC0415
 
         return BucketBatchSampler(

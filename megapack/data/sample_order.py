@@ -120,7 +120,7 @@ class Scores:
 
     def __post_init__(self) -> None:
         if self.order not in ("ascending", "descending"):
-            raise ConfigError(f"score_order is {self.order!r}; it is 'ascending' or 'descending'")
+            raise ConfigError(f"score_order is {self.order!r}; choose 'ascending' or 'descending'")
 
     def read(self, num_documents: int) -> NDArray[np.float64]:
         """Return (num_documents,) scores. Raises FormatError or OSError, which name the file, if it
@@ -142,8 +142,7 @@ class Scores:
 
 
 class ScoreOrder:
-    """Order of one bucket of a source by the mean scores of its samples, (samples,): the lowest
-    first.
+    """Order of one bucket of a source by the mean scores of samples, (samples,): the lowest first.
 
     Samples of equal score are shuffled in every epoch; so a score with few distinct values divides
     the epoch into phases. If the best documents come last, a learning rate that has decayed by then

@@ -56,7 +56,7 @@ class Assignment(NamedTuple):
     rank_begin: Ids  # (ranks + 1,) offset of each rank's positions in ``order``
     samples_per_micro_batch: int
     balanced: bool
-    """The micro batches of a rank have similar work, the costliest first; False: as scheduled."""
+    """True: a rank's micro batches have similar work, the costliest first; False: as scheduled."""
 
     @property
     def loads(self) -> Ids:
@@ -306,7 +306,7 @@ class BucketBatchSampler(Iterable[MicroBatch]):
             source_of_draw, view_of_draw = source[of_draw], view.of(of_draw)
             positions = assignment.micro_batches(self.data_parallel_rank // shared)
             imbalance = assignment.imbalance
-            # The last draw of a finite schedule has fewer samples, pad_last adds empty batches.
+            # The last draw of a finite schedule has fewer samples; pad_last adds empty batches.
             positions = [of_batch[of_batch < num_samples] for of_batch in positions]
             positions += [np.zeros(0, np.int64)] * (per_draw - len(positions))
             result += [
@@ -353,8 +353,7 @@ class BucketBatchSampler(Iterable[MicroBatch]):
         return [assignment.imbalance for _, assignment in self._assignments(content)]
 
     def attention_of_ranks(self, step: int) -> NDArray[np.float64]:
-        """Return (micro steps, ranks) attention work; ranks share the work of a shared micro batch
-        equally."""
+        """Return (micro steps, ranks) attention work; a shared micro batch is divided equally."""
         rows = []
         for draw, assignment in self._assignments(self.schedule.step(step)):
             shared = self.ranks_per_micro_batch(draw.capacity)

@@ -494,11 +494,9 @@ class Schedule:
     # --- counting -------------------------------------------------------------------------------
 
     def stage_at(self, step: int) -> StageDraws:
-        """Return the stage that a step belongs to."""
         return self.stages[bisect_right(self.stages, step, key=lambda stage: stage.begin) - 1]
 
     def settings_at(self, step: int) -> StageSettings:
-        """Return the settings of a step."""
         return self.program[bisect_right(self.program, step, key=lambda stage: stage.begin) - 1]
 
     @property
@@ -516,19 +514,14 @@ class Schedule:
         return tokens_before(self.program, step)
 
     def epochs(self, num_steps: int) -> float:
-        """Return the number of epochs in the first ``num_steps`` steps.
-
-        An epoch of a blend has as many tokens as all its sources; ``plan_run`` counts the epochs of
-        every source.
-        """
+        """Return the number of epochs in the first ``num_steps`` steps. An epoch of a blend has as
+        many tokens as all its sources; ``plan_run`` counts the epochs of every source."""
         return sum(((end - s.begin) / s.steps_per_epoch for s, end in self.spans(num_steps)), 0.0)
 
     def num_steps(self, num_epochs: int = 1) -> int:
-        """Return the steps after which every sample was seen at least ``num_epochs`` times.
-
-        To fill the last draw, at most ``samples_per_draw - 1`` samples per bucket are seen once
-        more. With several stages, ``epochs`` of the result is ``num_epochs``.
-        """
+        """Return the steps after which every sample was seen at least ``num_epochs`` times. To fill
+        the last draw, at most ``samples_per_draw - 1`` samples per bucket are seen once more. With
+        several stages, ``epochs`` of the result is ``num_epochs``."""
         if len(self.stages) == 1:
             [stage] = self.stages
             draws = stage.draws.begin(num_epochs * stage.num_cycles)
@@ -552,19 +545,15 @@ class Schedule:
         return Step(i, stage.step_draws(i, view), self.samples)
 
     def shortest_step(self, begin: int, end: int) -> int:
-        """Return the first of steps ``[begin, end)`` with samples of their smallest bucket.
-
-        Its rows hold the most documents; a probe of a model needs such a step.
-        """
+        """Return the first of steps ``[begin, end)`` with samples of their smallest bucket. Its
+        rows hold the most documents; a probe of a model needs such a step."""
         capacities = [min(draw.capacity for draw in self.step(i).draws) for i in range(begin, end)]
         return begin + capacities.index(min(capacities))
 
     def steps_of(self, sample: int, num_steps: int) -> list[int]:
-        """Return which of the first ``num_steps`` steps draw a global sample id.
-
-        Inverts the shuffle, the blend and the order of draws, so the cost does not depend on the
-        number of steps. A step that draws the sample twice is listed twice.
-        """
+        """Return which of the first ``num_steps`` steps draw a global sample id. Inverts the
+        shuffle, the blend and the order of draws, so the cost does not depend on the number of
+        steps. A step that draws the sample twice is listed twice."""
         spans = self.spans(num_steps)
         return [step for stage, end in spans for step in stage.steps_of(sample, end)]
 

@@ -190,8 +190,7 @@ def read_exclusions(
     stages: Sequence[Stage], names: Sequence[str], num_documents: Sequence[int]
 ) -> Exclusions:
     """Read the exclusion lists of all stages, in order. Raises ConfigError if a source or a
-    document does not exist, FormatError or OSError if a file is not a list of documents, or cannot
-    be read."""
+    document does not exist, FormatError or OSError if a file is not such a list or unreadable."""
     files_of_source: dict[int, list[tuple[Ids, int]]] = {}
     for number, stage in enumerate((s for s in stages if s.exclude is not None), 1):
         files = numbered(stage.exclude or {}, names, f"{stage} excludes documents of")
@@ -200,8 +199,7 @@ def read_exclusions(
             if len(listed) and listed[-1] >= num_documents[source]:
                 raise ConfigError(
                     f"{stage}: {path} excludes document {listed[-1]} of {names[source]!r}, which "
-                    f"has {num_documents[source]} (counted from 0); is it a list of another "
-                    "dataset?"
+                    f"has {num_documents[source]} (counted from 0); is it another dataset's list?"
                 )
             files_of_source.setdefault(source, []).append((listed, number))
     empty = np.zeros(0, np.int64)
@@ -342,8 +340,7 @@ class SampleSource:
         return buckets_of(self.indices)
 
     def locate(self, ids: Ids) -> tuple[Ids, Ids]:
-        """Return (number of the index, sample in the index) of global ids, int64 both. Raises
-        IndexError."""
+        """Return (index, sample in the index) of global ids, int64 both. Raises IndexError."""
         if len(ids) and (ids.min() < 0 or ids.max() >= self.num_samples):
             raise IndexError(
                 f"sample ids are from {ids.min()} to {ids.max()}; only {self.num_samples} exist"
@@ -402,8 +399,7 @@ class SampleSource:
 
     def samples_of(self, source: int, documents: int | Ids) -> list[int]:
         """Return the global ids, ascending, of samples with a piece of some documents of an index.
-        Reads 4 bytes per segment of their shards. Raises ConfigError for a document that does not
-        exist."""
+        Reads 4 bytes per segment of shards. Raises ConfigError if a document does not exist."""
         wanted, num_documents = np.unique(documents), self.indices[source].num_documents
         for document in wanted[[0, -1]].tolist() if len(wanted) else ():
             if not 0 <= document < num_documents:
@@ -476,8 +472,7 @@ class SampleSource:
         return self.label_totals(ids, view).labels
 
     def label_totals(self, ids: Ids, view: StepView = PLAIN) -> LabelTotals:
-        """Return the labels of every sample; without a counter, every token but a document's last
-        has one."""
+        """Return the labels of every sample; without a counter, all but a document's last token."""
         if self._counter is not None:
             return self._counter(ids, view)
         assert view.epochs is None, "bare indices have no fill-in-the-middle"

@@ -67,8 +67,7 @@ class StageSettings(NamedTuple):
     begin: int
     """First step of the stage."""
     skip_steps: int
-    """Steps to skip before the stage: ``begin`` to ``begin + skip_steps`` of the run without this
-    skip."""
+    """Steps to skip before the stage: ``begin`` to ``begin + skip_steps`` without this skip."""
     config: ScheduleConfig
     weights: Weights
     num_lists: int = 0
@@ -104,11 +103,9 @@ class StageSettings(NamedTuple):
 
 
 def drawn_by(stage: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return a key of a stage's draws (``of_draws``), equal for stages that draw alike.
-
-    Weights are reduced to proportions, without sources of weight 0 at the end. A step of one micro
-    step equals a step without micro steps. ``num_cycles`` None is the order's default.
-    """
+    """Return a key of a stage's draws (``of_draws``), equal for stages that draw alike. Weights are
+    reduced to proportions, without sources of weight 0 at the end. A step of one micro step equals
+    a step without micro steps. ``num_cycles`` None is the order's default."""
     tokens, order = stage["tokens_per_step"], order_named(stage["order"])
     rule = (order.times, tuple(order.odds(16)), stage["num_cycles"] or order.num_cycles)
     return (

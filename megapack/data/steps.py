@@ -365,7 +365,7 @@ class StepView:
         return self.num_lists > 0
 
     def excludes(self, first_lists: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return for documents whether a list in force has them, from the first that does."""
+        """Return which documents are excluded, given the first list that contains each."""
         excluded: NDArray[np.bool_] = first_lists <= self.num_lists
         return excluded
 
@@ -382,11 +382,7 @@ class StepView:
 
     @cached_property
     def core(self) -> _core.StepView:
-        """View in the form that the gather reads.
-
-        Raises:
-            ValueError: a factor of ``loss_weight`` is not finite.
-        """
+        """View for the gather. Raises ValueError if a factor of ``loss_weight`` is not finite."""
         factors = self.loss_weight
         if factors is not None:
             factors = np.ascontiguousarray(factors, np.float32)
@@ -409,11 +405,9 @@ PLAIN = StepView()
 
 
 def fold_key(seed: int, *parts: int) -> int:
-    """Return a 64-bit key from a seed and numbers that identify its use.
-
-    The first number is 1 for shuffles of samples, 2 cycles, 3 cost windows, 4 stages, 5 shuffles of
-    packing, 6 arranged sources and fill-in-the-middle.
-    """
+    """Return a 64-bit key from a seed and numbers that identify its use. The first number is 1 for
+    shuffles of samples, 2 cycles, 3 cost windows, 4 stages, 5 shuffles of packing, 6 arranged
+    sources and fill-in-the-middle."""
     key = seed % (1 << 64)
     for part in parts:
         key = _core.random_bits(key, part)

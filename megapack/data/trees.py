@@ -3,7 +3,7 @@
 - ``tree_batch``: turn a ``megapack.planning.Tree`` and its sequences into a ``TreeBatch``.
 - ``TreeBatch``: the tensors; ``log_probs``, and values per sequence or per token of the row.
 
-Two sequences of a prompt 5 6, and what the batch holds:
+Two sequences with the prompt 5 6, and their batch:
 
     sequences       5 6 7 8 and 5 6 9        positions of both, one after the other
     tokens          5  6  7  8  9            position_ids   0  1  2  3  2
@@ -36,13 +36,12 @@ class TreeBatch(dict[str, Any]):
     """Tensors of one row of T tokens, padding included, with S sequences of P positions in all.
 
     - ``tokens``, ``position_ids``: int64 (1, T). Positions are depths.
-    - ``loss_weights``: float32 (1, T), of predicting each token; 0 for roots' first and padding.
-    - ``predecessors``: int64 (T,), row of the token before it, -1 for roots' first and padding.
+    - ``loss_weights``: float32 (1, T), of predicting each token; 0 in padding and at roots.
+    - ``predecessors``: int64 (T,), row of the token before it; -1 in padding and at roots.
     - ``cu_seqlens_q``, ``cu_seqlens_k``, ``kv_index`` int32, ``max_seqlen_q``, ``max_seqlen_k``
       int: the nodes and paths (``megapack.attention.TreeSegments``).
     - ``sequences``: int64 (S,), numbers of the sequences, in the order of the next entries.
-    - ``token_offsets``: int64 (S + 1,), and ``token_index``: int64 (P,), the row of every position
-      of every sequence.
+    - ``token_offsets``: int64 (S + 1,), and ``token_index``: int64 (P,), the rows of all positions.
     - ``occurrence_offsets``: int64 (T + 1,), and ``occurrences``: int64 (P,): the entries of
       ``token_index`` that are each token of the row.
     - columns: (1, T, ...).
@@ -54,8 +53,7 @@ class TreeBatch(dict[str, Any]):
         return TreeBatch({n: x.to(**move) if torch.is_tensor(x) else x for n, x in self.items()})
 
     def log_probs(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the log-probability of every token of the row, (T,); 0 for roots' first and
-        padding.
+        """Return the log-probability of every token of the row, (T,); 0 without predecessor.
 
         Args:
             logits: (1, T, vocabulary) or (T, vocabulary), of any float dtype. The result is float32
@@ -93,8 +91,7 @@ def tree_batch(
     Args:
         tree: a ``megapack.planning.Tree`` of a ``TreePlan``. If it has no sequence, the row is one
             token of padding, because all ranks must forward something.
-        sequences: integers (length,) of every sequence of the tree, by number: the argument of
-            ``plan_trees``.
+        sequences: integers (length,) of every sequence, by number: the argument of ``plan_trees``.
         weights: floats (length,) of every sequence: weight of the loss of predicting each token,
             such as an advantage; None: 1. The first token of a sequence is never predicted, so its
             weight is not read.
@@ -104,8 +101,7 @@ def tree_batch(
             root at the end, of token 0.
 
     Raises:
-        ValueError: the tree has more than ``pad_to`` tokens, or an array has another length than
-            its sequence.
+        ValueError: the tree has more than ``pad_to`` tokens, or an array does not fit its sequence.
     """
     num_tokens, num_positions = tree.num_tokens, int(tree.token_offsets[-1])
     row = max(num_tokens, 1) if pad_to is None else pad_to
@@ -174,5 +170,5 @@ def _check_lengths(tree: Any, name: str, arrays: PerSequence) -> None:
         if len(arrays[number]) != length:
             raise ValueError(
                 f"{name} of sequence {number} has {len(arrays[number])} entries, and the tree was "
-                f"planned with {length}: pass what plan_trees got"
+                f"planned with {length}: pass the sequences of plan_trees"
             )

@@ -204,12 +204,9 @@ class LossTerms(NamedTuple):
 
 
 def loss_terms(batch: Mapping[str, Any], dialect: Dialect) -> LossTerms:
-    """Return the losses of a batch that the dialect can represent.
-
-    A host that shifts text predicts the next token of the row, so a different label (the next token
-    of a document that is cut there) is dropped. One that shifts rows of R tokens loses the label of
-    the last position.
-    """
+    """Return the losses of a batch that the dialect can represent. A host that shifts text predicts
+    the next token of the row, so a different label (the next token of a document that is cut there)
+    is dropped. One that shifts rows of R tokens loses the label of the last position."""
     return LossTerms(*map(wrapper(_framework(batch)), _loss_terms(batch, dialect)))
 
 
@@ -301,6 +298,14 @@ def emit(batch: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
     out = {key: wrap(v) if isinstance(v, np.ndarray) else v for key, v in out.items()}
     out |= {name: batch[name] for name in carried}
     return {key: value.flatten() for key, value in out.items()} if dialect.flat else out
+
+
+def refuse_windows(windows: list[int], reason: str) -> None:
+    """Raise ConfigError if a run has attention windows, which a host ignores for a ``reason``."""
+    if windows:
+        raise ConfigError(
+            f"the run has attention windows {windows}, and {reason} leave attention_window out"
+        )
 
 
 def join_ends(ends: Tensor) -> Tensor:

@@ -201,10 +201,8 @@ def write(
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
-    """Return the header and the arrays: small ones checked, large ones as ``CheckedArray``.
-
-    Raises FormatError if it is not a ``.samples`` file, damaged, or of another version; OSError.
-    """
+    """Return the header and the arrays: small ones checked, large ones as ``CheckedArray``. Raises
+    FormatError if it is not a ``.samples`` file, damaged, or of another version; OSError."""
     if path.exists() and not path.is_file():
         raise FormatError(f"{path} is not a regular file, so it is not a .samples file")
     with path.open("rb") as file:

@@ -40,11 +40,9 @@ GROUP_COUNTS = ("num_groups", "num_cut_groups", "num_groups_longer_than_largest_
 
 
 def read_groups(groups: str, prefix: str, num_documents: int) -> Ids:
-    """Return the group ids of all documents of a dataset.
-
-    ``groups`` is the path of a .npy, or ``auto``: the dataset ``<prefix>.groups`` with one number
-    per document (``tokenize --group-key``). Raises as ``check_groups`` does; FormatError, OSError.
-    """
+    """Return the group ids of all documents of a dataset. ``groups`` is the path of a .npy, or
+    ``auto``: the dataset ``<prefix>.groups`` with one number per document (``tokenize
+    --group-key``). Raises as ``check_groups`` does; FormatError, OSError."""
     if groups != "auto":
         return check_groups(np.array(open_npy(groups)), num_documents, groups)
     name = prefix + GROUPS
@@ -62,16 +60,13 @@ def read_groups(groups: str, prefix: str, num_documents: int) -> Ids:
 
 
 def check_groups(ids: ArrayLike, num_documents: int, name: str = "groups") -> Ids:
-    """Return group ids as int64.
-
-    Raises ConfigError if there is not one integer per document, DataError for ids above 2^63 - 1.
-    """
+    """Return group ids as int64. Raises ConfigError if there is not one integer per document,
+    DataError for ids above 2^63 - 1."""
     array = np.asarray(ids)
     if array.shape != (num_documents,) or (array.size and array.dtype.kind not in "iu"):
         raise ConfigError(
             f"{name} has dtype {array.dtype} and shape {array.shape}; it must be "
-            f"({num_documents},) integers, the group of each document, negative for documents "
-            "without a group"
+            f"({num_documents},) integers, the group of each document, negative for none"
         )
     if array.dtype == np.uint64 and array.max(initial=0) > np.iinfo(np.int64).max:
         raise DataError(f"{name} has id {array.max()}; the largest is 2^63 - 1")
@@ -128,11 +123,9 @@ class Units:
     def expand(
         self, arrays: Mapping[str, Any], lengths: Lengths
     ) -> tuple[dict[str, Any], dict[str, int]]:
-        """Replace each segment of a unit by the segments of its documents.
-
-        ``lengths`` (num_documents,) are true lengths; those of units may be rounded
-        (``alignment``). Returns the arrays with documents, and ``GROUP_COUNTS``.
-        """
+        """Replace each segment of a unit by the segments of its documents. ``lengths``
+        (num_documents,) are true lengths; those of units may be rounded (``alignment``). Returns
+        the arrays with documents, and ``GROUP_COUNTS``."""
         unit = arrays["segment_document"].astype(np.int64)
         begin = arrays["segment_begin"].astype(np.int64)
         start = self.begins[unit] + begin  # positions in the sequence of all documents
@@ -173,10 +166,8 @@ def joined_segments(ids: Ids, sample_segment_offsets: Ids, documents: Ids) -> ND
 
 
 def _cut(ends: Ids, low: int, high: int, capacity: int) -> list[int]:
-    """Return where the second and later units begin in documents [low, high) of a group.
-
-    Each unit takes documents as long as they fit in the capacity, at least one.
-    """
+    """Return where the second and later units begin in documents [low, high) of a group. Each unit
+    takes documents as long as they fit in the capacity, at least one."""
     cuts: list[int] = []
     begin = low
     while True:

@@ -69,17 +69,17 @@ class DocumentTotals:
 
     num_documents: int
     num_empty: int
-    num_longer: int  # than the largest bucket
+    num_longer: int  # documents longer than the largest bucket
     num_tokens: int
     # Documents that are one segment from first to last token. None: no tokens were dropped, so
     # these are the nonempty documents that have a single segment.
     num_whole: int | None
     lengths_fingerprint: str
-    num_with_fim_room: int | None = None  # of one segment, with fim_room; None: fim_room is 0
+    num_with_fim_room: int | None = None  # documents of one segment; None: fim_room is 0
 
     @classmethod
     def of(cls, lengths: Lengths, checked: _core.DocumentLengths) -> DocumentTotals:
-        """Return the totals; the core has compared ``checked`` with the largest capacity."""
+        """Return the totals; ``checked`` was made with the largest capacity."""
         return cls(
             num_documents=len(lengths),
             num_empty=checked.num_empty,

@@ -22,7 +22,7 @@ from megapack.calls import checked_call, given
 from megapack.errors import ConfigError, DataError
 from megapack.packing.groups import Units, check_groups, groups_checksum, joined_segments
 from megapack.packing.metrics import DocumentTotals, Lengths
-from megapack.packing.sample_index import SampleIndex
+from megapack.packing.sample_index import SampleIndex, WithRoom
 from megapack.packing.strategies import PARAMETERS, Request, Strategy, find_strategy
 from megapack.packing.trees import DocumentTokens
 from megapack.units import checked_integer
@@ -66,10 +66,8 @@ def with_fim_room(lengths: Lengths, room: int, capacity: int) -> Lengths:
 def with_true_lengths(
     arrays: Mapping[str, Any], lengths: Lengths, with_room: Lengths
 ) -> dict[str, Any]:
-    """Cut segments to the true lengths; remove segments that lie entirely in the room.
-
-    A strategy made ``arrays`` from the rounded lengths ``with_room``, both (num_documents,).
-    """
+    """Cut segments to the true lengths; remove segments that lie entirely in the room. A strategy
+    made ``arrays`` from the rounded lengths ``with_room``, both (num_documents,)."""
     documents = arrays["segment_document"]
     true_length, full_length = lengths[documents], with_room[documents]
     # Tokens before the room: all but the last one, if the document has room.
@@ -127,7 +125,7 @@ MAX_THREADS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackingMethod:
+class PackingMethod(WithRoom):
     """Checked options of a packing, without documents and seed."""
 
     strategy: Strategy
@@ -135,14 +133,6 @@ class PackingMethod:
     # All parameters of the strategy, as the index records them; also ``alignment`` above 1,
     # ``fim_room`` above 0, ``match_repetition`` below 1, ``groups`` if used.
     parameters: dict[str, Any]
-
-    @property
-    def alignment(self) -> int:
-        return int(self.parameters.get("alignment", 1))
-
-    @property
-    def fim_room(self) -> int:
-        return int(self.parameters.get("fim_room", 0))
 
 
 @checked_call
@@ -157,11 +147,8 @@ def check_packing(
     preset: str | None = None,
     parameters: Mapping[str, Any] | None = None,
 ) -> PackingMethod:
-    """Check the options of ``pack`` without documents; ``groups``: documents have groups.
-
-    Raises:
-        ConfigError: unknown strategy, parameter or preset, a value out of range, bad buckets.
-    """
+    """Check the options of ``pack`` without documents; ``groups``: documents have groups. Raises
+    ConfigError: unknown strategy, parameter or preset, a value out of range, bad buckets."""
     chosen = find_strategy(strategy)
     capacities = _check_buckets(buckets, chosen)
     resolved = chosen.resolve(parameters or {}, preset=preset, capacity=capacities[-1])
@@ -225,8 +212,7 @@ def pack(
 
     Args:
         lengths: (num_documents,) integers, tokens per document, including the end-of-document
-            token. Documents of length 0 get no segment. int32 is not copied; the index does not
-            keep the array.
+            token. Documents of length 0 get no segment. int32 arrays are neither copied nor kept.
         strategy: a name of ``megapack.packing.STRATEGIES``.
         buckets: capacities in tokens; a single one for strategies of one sample length.
         seed: seed of all random choices; 0 to 2**64 - 1.

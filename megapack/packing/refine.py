@@ -69,10 +69,8 @@ def price_of_a_sample(buckets: list[int]) -> float:
 
 
 class _Program:
-    """Minimize sum x_p (capacity_p - price) while placing every class, by column generation.
-
-    The solver keeps its basis when patterns are added: each solve starts at the last solution.
-    """
+    """Minimize sum x_p (capacity_p - price) while placing every class, by column generation. The
+    solver keeps its basis when patterns are added: each solve starts at the last solution."""
 
     def __init__(self, demand: NDArray[np.float64], buckets: list[int], unit: int) -> None:
         self._buckets = buckets
@@ -158,8 +156,7 @@ def _solver(demand: NDArray[np.float64]) -> Any:
 
 
 def _knapsack(prices: NDArray[np.float64]) -> tuple[NDArray[np.float64], list[int]]:
-    """Return best[s], the highest price of lengths of at most s in all, and one length (0:
-    none)."""
+    """Return best[s], the highest price of lengths up to s in all, and one length (0: none)."""
     best = np.zeros(len(prices))
     choice = [0] * len(prices)
     for s in range(1, len(prices)):

@@ -110,8 +110,24 @@ _HEADER = (
 )
 
 
+class WithRoom:
+    """Base of classes with the ``parameters`` of a packing: room in its samples."""
+
+    parameters: Any
+
+    @property
+    def alignment(self) -> int:
+        """Segments can begin at multiples of this and still fit their sample's capacity."""
+        return int(self.parameters.get("alignment", 1))
+
+    @property
+    def fim_room(self) -> int:
+        """Tokens by which a document of one segment may grow."""
+        return int(self.parameters.get("fim_room", 0))
+
+
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class SampleIndex:
+class SampleIndex(WithRoom):
     """Samples grouped by bucket, in memory (``pack``) or mapped from a file (``load``).
 
     Sample ``i`` has the segments ``sample_segment_offsets[i]`` to ``sample_segment_offsets[i + 1]``
@@ -142,10 +158,8 @@ class SampleIndex:
             ``segment_begin`` is the length of the path to it, and its tokens are those of every
             document through it. None: no trees, like the next two.
         segment_end_offsets: int64 (num_segments + 1,); the documents from
-            ``end_document[segment_end_offsets[s]]`` to ``[segment_end_offsets[s + 1]]`` end with
-            segment s.
-        end_document: (documents that are not empty,), dtype as ``segment_document``; each document
-            once, whole.
+            ``end_document[segment_end_offsets[s]]`` to ``[segment_end_offsets[s + 1]]`` end with s.
+        end_document: (documents that are not empty,), dtype as ``segment_document``; each once.
     """
 
     bucket_capacity: NDArray[np.int64]
@@ -174,14 +188,6 @@ class SampleIndex:
     def __post_init__(self) -> None:
         for array in self._arrays.values():
             array.flags.writeable = False
-
-    @property
-    def alignment(self) -> int:
-        return int(self.parameters.get("alignment", 1))
-
-    @property
-    def fim_room(self) -> int:
-        return int(self.parameters.get("fim_room", 0))
 
     @property
     def fim_longest(self) -> int:
@@ -280,10 +286,8 @@ class SampleIndex:
         return bucket, list(zip(*(column[segments].tolist() for column in columns), strict=True))
 
     def groups_of(self, sample: int) -> list[int]:
-        """Return the group of every segment of a sample, numbered within the sample.
-
-        With attention ``group``, segments of one group attend to each other. Raises IndexError.
-        """
+        """Return the group of every segment of a sample, numbered within the sample. With attention
+        ``group``, segments of one group attend to each other. Raises IndexError."""
         segments = self._segments_of(sample)
         if self.segment_joined is None:
             return list(range(segments.stop - segments.start))
@@ -298,8 +302,8 @@ class SampleIndex:
         return slice(*self.sample_segment_offsets[i : i + 2].tolist())
 
     def documents_of(self, sample: int) -> list[tuple[int, int]]:
-        """Return (document, number of its last segment in the sample) of a sample with prefix
-        trees, by last segment. Raises IndexError."""
+        """Return the documents of a sample with prefix trees, in the order of their last segments:
+        (document, number of its last segment in the sample). Raises IndexError."""
         assert self.segment_end_offsets is not None and self.end_document is not None
         segments = self._segments_of(sample)
         offsets = np.asarray(self.segment_end_offsets[segments.start : segments.stop + 1])
@@ -527,10 +531,7 @@ class SampleIndex:
         wrong |= np.diff(ends) < 0
         num_documents = len(np.unique(documents[(documents >= 0) & (documents < len(lengths))]))
         if wrong.any() or [ends[0], ends[-1], num_documents] != [0, len(documents), len(documents)]:
-            raise FormatError(
-                f"{self.path}: its prefix trees are damaged, or belong to other documents; pack "
-                "the dataset again"
-            )
+            raise FormatError(f"{self.path}: prefix trees are damaged or stale; pack again")
         if (lengths[documents] != np.repeat(reach, np.diff(ends))).any():
             raise FormatError(f"{self.path}: a document does not end with its segment; pack again")
 
@@ -545,7 +546,6 @@ def _load_again(path: Path, fingerprint: str) -> SampleIndex:
     index = SampleIndex.load(path)
     if index.fingerprint != fingerprint:
         raise IndexMismatchError(
-            f"{path} holds other samples than when it was opened: it was packed again; start the "
-            "run again"
+            f"{path} holds other samples than when it was opened: packed again; start the run again"
         )
     return index

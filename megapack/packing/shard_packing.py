@@ -92,8 +92,7 @@ def plan_packing(
         if changed:
             raise ConfigError(
                 f"{path} was packed with other values of {' and '.join(changed)}: give the same "
-                "options to add datasets to it, another --output, or --overwrite to pack all "
-                "of them again"
+                "options to add datasets to it, another --output, or --overwrite to pack all again"
             )
         known = {place(shard.prefix): shard for shard in existing.shards}
     duplicates = [where for where, times in Counter(map(place, prefixes)).items() if times > 1]

@@ -41,7 +41,7 @@ from numpy.typing import NDArray
 from megapack.config import from_dict, to_dict
 from megapack.errors import ConfigError, FormatError, IndexMismatchError, redacted
 from megapack.packing.file_format import Check, are_counts, find_wrong, is_count, is_text
-from megapack.packing.sample_index import SampleIndex
+from megapack.packing.sample_index import SampleIndex, WithRoom
 from megapack.records import parse_json
 from megapack.storage.address import is_below, is_remote, split_address
 from megapack.storage.columns import ColumnSpec, check_column
@@ -101,7 +101,7 @@ class Arranged:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class ShardedIndex:
+class ShardedIndex(WithRoom):
     """Samples of a shard manifest.
 
     Attributes:
@@ -149,16 +149,6 @@ class ShardedIndex:
     def has_trees(self) -> bool:
         """The segments of the shards are nodes of prefix trees."""
         return self.strategy == "tree"
-
-    @property
-    def alignment(self) -> int:
-        """Segments can begin at multiples of this and still fit their sample's capacity."""
-        return int(self.parameters.get("alignment", 1))
-
-    @property
-    def fim_room(self) -> int:
-        """Tokens by which a document of one segment may grow."""
-        return int(self.parameters.get("fim_room", 0))
 
     @property
     def num_samples(self) -> int:
@@ -306,8 +296,7 @@ def load_shards(path: str | os.PathLike[str], shards: Sequence[int] | None = Non
         )
     if content.pop("xxh3", None) != _digest(content):
         raise FormatError(
-            f"{path} is damaged or was edited: its checksum is wrong; restore it, or pack the "
-            "datasets again"
+            f"{path} is damaged or was edited: its checksum is wrong; restore it, or pack again"
         )
     rows = content.get("shards")
     if not isinstance(rows, list) or not rows or any(name not in content for name in PLAN):
@@ -349,7 +338,7 @@ def _shard(path: Path | str, number: int, row: Any, num_buckets: int) -> PackedS
         values[name] = tuple(row[name])
         if len(values[name]) != num_buckets:
             raise FormatError(
-                f"{path} is damaged: shard {number} has {name} of {len(values[name])} buckets"
+                f"{path} is damaged: shard {number} has {len(values[name])} of {num_buckets} {name}"
             )
     try:
         for name, content in row["columns"].items():

@@ -47,7 +47,7 @@ class Request:
     progress: Callable[[int, int], None] | None = None
     wide_ids: bool = False
     tokens: DocumentTokens | None = None
-    """Of strategies that need them."""
+    """None for strategies that need only lengths."""
 
     @property
     def capacity(self) -> int:
@@ -200,8 +200,7 @@ def check_atom_size(buckets: list[int], parameters: Mapping[str, Any]) -> None:
     size, capacity = atom_size(buckets, parameters), buckets[-1]
     if capacity % size and size % capacity:
         raise ConfigError(
-            f"atom_size is {size:,} and the capacity {capacity:,}; one must be a multiple of the "
-            "other"
+            f"atom_size is {size:,} and the capacity {capacity:,}; one must divide the other"
         )
 
 

@@ -56,8 +56,8 @@ class DocumentTokens(NamedTuple):
         sizes = np.diff(offsets)
         if sizes.shape != lengths.shape or ((lengths != sizes) & (lengths > 0)).any():
             raise DataError(
-                f"tokens has offsets of {len(offsets) - 1:,} documents, and lengths are of "
-                f"{len(lengths):,}; give those of the same documents"
+                f"the offsets of tokens ({len(offsets) - 1:,} documents) and lengths "
+                f"({len(lengths):,}) differ; give both for the same documents"
             )
         return DocumentTokens(np.ascontiguousarray(flat), offsets, lengths, groups)
 
@@ -138,8 +138,8 @@ def pack_trees(
 
 
 def _shared_of(members: Ids, shared: Ids) -> Ids:
-    """Return what each of some sequences, ascending positions in sorted order, shares with the one
-    before it: the minimum over all neighbors between the two."""
+    """Return how many tokens each member (position in sorted order) shares with the previous one:
+    the minimum of ``shared`` over all neighbors between the two."""
     result = np.zeros(len(members), np.int64)
     if len(members) > 1:
         first = members[0]
@@ -148,7 +148,7 @@ def _shared_of(members: Ids, shared: Ids) -> Ids:
 
 
 def _numbered(groups: Ids) -> Ids:
-    """Return group numbers in which every document without a group is a group."""
+    """Return group numbers; a document without a group becomes a group."""
     alone = groups < 0
     numbers = np.unique(groups, return_inverse=True)[1].reshape(-1)
     return np.where(alone, len(groups) + np.arange(len(groups)), numbers)

@@ -6,7 +6,7 @@ verify_samples("corpus.samples")
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
@@ -45,17 +45,13 @@ def verify_samples(path: str, prefix: str | None = None) -> list[Finding]:
 
 
 def verify_shard(
-    index: ShardedIndex,
-    number: int,
-    *,
-    tokens: bool = True,
-    progress: Callable[[int, int], None] | None = None,
+    index: ShardedIndex, number: int, *, tokens: bool = True
 ) -> dict[str, list[Finding]]:
     """Verify the dataset and the samples of one shard, then its row in the manifest; return
-    findings by prefix or path. ``tokens`` and ``progress`` as in ``megapack.storage.verify``.
-    Raises OSError if a file exists but cannot be read."""
+    findings by prefix or path. ``tokens`` as in ``megapack.storage.verify``. Raises OSError if a
+    file exists but cannot be read."""
     shard = index.shards[number]
-    findings = {shard.prefix: verify(shard.prefix, tokens=tokens, progress=progress)}
+    findings = {shard.prefix: verify(shard.prefix, tokens=tokens)}
     if not has_errors(findings[shard.prefix]):
         findings[shard.samples] = verify_samples(shard.samples, shard.prefix)
     if not any(map(has_errors, findings.values())):
@@ -78,7 +74,8 @@ def _differences(index: ShardedIndex, shard: PackedShard) -> Iterator[Finding]:
         recorded, value = getattr(shard, name), getattr(actual, name)
         if recorded != value:
             text = (
-                f"{index.path} says {name} {recorded!r} of {shard.prefix}; its files say {value!r}"
+                f"{index.path} records {name} {recorded!r} for {shard.prefix}; its files have "
+                f"{value!r}"
             )
             yield Finding("error", "manifest", text, remedy)
 

@@ -106,10 +106,8 @@ def _round_robin(lengths: Integers, num_groups: int, capacity: int) -> Rows:
 def _karmarkar_karp(
     lengths: Integers, cluster: Cluster, max_tokens: int, linear_cost_tokens: float
 ) -> StepPlan:
-    """Divide documents by cost among groups, then each group's among its micro batches.
-
-    The fullest group's tokens decide the number of micro batches; one may exceed max_tokens.
-    """
+    """Divide documents by cost among groups, then each group's among its micro batches. The fullest
+    group's tokens decide the number of micro batches; one may exceed max_tokens."""
 
     def divide(documents: list[int], num_parts: int) -> list[list[int]]:
         costs = [n * (linear_cost_tokens + n) for n in documents]
@@ -122,10 +120,8 @@ def _karmarkar_karp(
 
 
 def _token_budget(lengths: Integers, num_groups: int, capacity: int) -> Rows:
-    """Give documents in order to the group with the least attention that has space.
-
-    If no group has space, the next micro batch begins.
-    """
+    """Give documents in order to the group with the least attention that has space. If no group has
+    space, the next micro batch begins."""
     micro_batches: Rows = []
     loads = np.zeros((2, num_groups), np.int64)  # tokens, attention
     for n in lengths.tolist():

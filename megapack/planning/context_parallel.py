@@ -35,8 +35,7 @@ class RankMicroBatch:
             ``parallel_state.get_hybrid_data_context_parallel_groups(group_size=local_cp_size)``
             (None for 1), in dev ``get_dynamic_data_context_parallel_groups``.
         cp_rank: number of this rank in the group; the group's first rank is ``rank - cp_rank``.
-        cu_seqlens: (documents + 1,) int32, without padding: ``cu_seqlens_q`` and ``cu_seqlens_kv``
-            in dev.
+        cu_seqlens: (documents + 1,) int32, without padding; ``cu_seqlens_q``, ``_kv`` in dev.
         cu_seqlens_padded: (documents + 1,) int32, with padding: ``cu_seqlens_q_padded`` and
             ``cu_seqlens_kv_padded``; in 0.19 and main also ``cu_seqlens_q`` and ``_kv``.
         max_seqlen: tokens of the longest padded document, ``max_seqlen_q`` and ``max_seqlen_kv``.

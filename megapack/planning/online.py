@@ -204,11 +204,8 @@ class StepPlanner:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a ``state_dict``; waiting documents of this planner are lost.
-
-        Raises:
-            ResumeError: the state is of a planner with other options.
-        """
+        """Restore a ``state_dict``; waiting documents of this planner are lost. Raises ResumeError
+        for the state of a planner with other options."""
         for name, value in {"window": self._window, **self._options}.items():
             saved = state["options"].get(name)
             if saved != value:

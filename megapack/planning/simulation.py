@@ -63,10 +63,7 @@ class Cluster:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.context_parallel & (self.context_parallel - 1):
-            raise ConfigError(
-                f"context_parallel is {self.context_parallel}; it must be a power of two: 1, 2, "
-                "4, ..."
-            )
+            raise ConfigError(f"context_parallel is {self.context_parallel}; choose a power of two")
         if self.virtual_stages > 1 and self.pipeline_parallel == 1:
             raise ConfigError(
                 f"virtual_stages is {self.virtual_stages}, which needs pipeline_parallel above 1"
@@ -178,7 +175,7 @@ class StepTime:
 
     @property
     def over_ideal(self) -> float:
-        """1.0 is perfect."""
+        """Duration of the step divided by the ideal."""
         return self.time / self.ideal if self.ideal else 1.0
 
 
@@ -207,9 +204,7 @@ def simulate_step(
     stages, parts = cluster.pipeline_parallel, cluster.virtual_stages
     count, ranks = assigned.tokens.shape
     if ranks != cluster.num_ranks:
-        raise ValueError(
-            f"the step is assigned to {ranks} ranks, but the cluster has {cluster.num_ranks}"
-        )
+        raise ValueError(f"the step has {ranks} ranks, but the cluster {cluster.num_ranks}")
     overlapped = np.maximum(assigned.attention, exchange_cost_tokens * assigned.exchanged)
     cost = (linear_cost_tokens * assigned.tokens + overlapped) / (stages * parts)
     if parts > 1:
@@ -262,11 +257,9 @@ class _Operation:
 
 
 def _operations(stage: int, cluster: Cluster, num_micro_batches: int) -> Iterator[_Operation]:
-    """Yield a stage's operations in order: 1F1B (Narayanan et al. 2021, section 2.2).
-
-    With several parts it is interleaved: each part processes as many micro batches as there are
-    stages, then the next part processes them.
-    """
+    """Yield a stage's operations in order: 1F1B (Narayanan et al. 2021, section 2.2). With several
+    parts it is interleaved: each part processes as many micro batches as there are stages, then the
+    next part processes them."""
     stages, parts = cluster.pipeline_parallel, cluster.virtual_stages
     count = num_micro_batches * parts
     later_stages = stages - stage - 1

@@ -110,9 +110,7 @@ class StepPlan:
     @cached_property
     def inverse_permutation(self) -> Integers:
         """(documents,) int64: position of each document in `permutation`.
-
-        ``results[inverse_permutation]`` restores the caller's order of results, rank after rank.
-        """
+        ``results[inverse_permutation]`` restores the caller's order of results, rank after rank."""
         inverse = np.empty_like(self.permutation)
         inverse[self.permutation] = np.arange(len(inverse))
         return inverse
@@ -150,9 +148,7 @@ class StepPlan:
             i = int(np.flatnonzero(labels < 0)[0])
             raise ValueError(f"num_labels of document {i} is {labels[i]}; it must be at least 0")
         if loss not in ("token_mean", "sequence_mean", "group_mean"):
-            raise ValueError(
-                f"loss is {loss!r}; it must be token_mean, sequence_mean or group_mean"
-            )
+            raise ValueError(f"loss is {loss!r}; choose token_mean, sequence_mean or group_mean")
         if (loss == "group_mean") != (groups is not None):
             raise ValueError(
                 f"loss is {loss!r} and groups are {'missing' if groups is None else 'given'}; "
@@ -175,9 +171,7 @@ class StepPlan:
     @cached_property
     def tokens(self) -> NDArray[np.float64]:
         """(micro batches, ranks): tokens of a rank; each of d ranks has 1/d of its group's tokens.
-
-        Even if a trainer rounds them up to integers, they do not exceed the budget.
-        """
+        Even if a trainer rounds them up to integers, they do not exceed the budget."""
         return self._per_rank(self.lengths)
 
     @cached_property
@@ -256,8 +250,7 @@ def plan_step(
         lengths: (documents,) integers, tokens of each document, with padding if the trainer pads.
         num_ranks: ranks to assign documents to.
         max_tokens_per_rank: limit of tokens of a rank in a micro batch.
-        max_context_parallel_size: ranks that may share a document: a power of two, at most
-            `num_ranks`.
+        max_context_parallel_size: ranks that may share a document: a power of two, <= `num_ranks`.
         max_documents_per_rank: limit of documents of a rank in a micro batch; None: no limit.
         linear_cost_tokens: tokens, as in ``StepPlan.cost``; 0: only attention counts.
         costs: (documents,) or (documents, kinds) numbers >= 0 in any unit, at most 64 kinds; None:
@@ -299,9 +292,7 @@ def plan_step(
     for name, value in counts.items():
         checked_integer(name, value, -(1 << 62), 1 << 62)  # the core knows the limits
     if not abs(linear_cost_tokens) < 1 << 62:
-        raise ValueError(
-            f"linear_cost_tokens is {linear_cost_tokens}; it must be a number of tokens"
-        )
+        raise ValueError(f"linear_cost_tokens is {linear_cost_tokens}; give a number of tokens")
     cost_array = np.zeros(0) if costs is None else cost_numbers("costs", costs)
     group_ids = np.zeros(0, np.int64) if groups is None else np.asarray(groups)
     limits = np.zeros(0)
@@ -314,8 +305,7 @@ def plan_step(
         fits = 0 < array.ndim <= max_dims and len(array) == len(tokens) <= array.size
         if argument is not None and not fits:
             raise ValueError(
-                f"{name} has shape {array.shape}; there are {len(tokens)} documents: give one row "
-                "for each"
+                f"{name} has shape {array.shape}; give one row for each of {len(tokens)} documents"
             )
     if group_ids.size and group_ids.dtype.kind not in "iu":
         raise ValueError(f"groups has dtype {group_ids.dtype}; it must be integers")
@@ -346,8 +336,7 @@ def integers(
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ValueError(
-            f"{name} has shape {array.shape} and dtype {array.dtype}; it must be one list of "
-            "integers"
+            f"{name} has shape {array.shape} and dtype {array.dtype}; it must be a list of integers"
         )
     if array.max(initial=0) > np.iinfo(np.int64).max:
         raise ValueError(f"{name} has the number {array.max()}; it must be below 2^63")

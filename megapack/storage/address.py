@@ -72,5 +72,5 @@ def split_address(url: str) -> tuple[str, str]:
     """Return folder and name of an address. Raises ConfigError if one of them is empty."""
     folder, _, name = url.rpartition("/")
     if not name or folder.endswith(("/", ":")):
-        raise ConfigError(f"{url} is no address of an object; write it as s3://bucket/folder/name")
+        raise ConfigError(f"{url} is not the address of an object; write s3://bucket/folder/name")
     return folder, name

@@ -56,8 +56,7 @@ class IndexedDatasetBuilder:
 
     Args:
         prefix: the files' common name.
-        dtype: token type on disk: int32 or uint16 (every host reads them), or int8, uint8, int16,
-            int64.
+        dtype: token type on disk: int32 or uint16 (for every host), or int8, uint8, int16, int64.
         multimodal: store a mode (int8) per sequence.
         vocab_size: number of token ids; ids must be smaller. Recorded in the meta file.
         allow_negative: accept negative values.

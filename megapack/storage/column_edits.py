@@ -115,16 +115,14 @@ def write_rows(writer: ColumnWriter, values: Any, lengths: Iterable[int] | int) 
 
     ``values`` are an array, a tensor or a memory map of one row per token, (num_tokens, *shape), or
     an iterable of the rows of each document. ``lengths`` are the tokens per document; for an array,
-    the number of all tokens is enough. Raises DataError if the rows do not fit the tokens or the
-    column's type.
+    the number of all tokens is enough. Raises DataError if rows do not fit the tokens or the type.
     """
     if isinstance(values, np.ndarray) or hasattr(values, "detach"):
         num_tokens = lengths if isinstance(lengths, int) else sum(lengths)
         num_rows = values.shape[0] if values.ndim else "no"
         if num_rows != num_tokens:
             raise DataError(
-                f"column {writer.name}: {num_rows} rows for {num_tokens} tokens; give one row "
-                "per token"
+                f"column {writer.name}: {num_rows} rows for {num_tokens} tokens; give one per token"
             )
         if isinstance(values, np.ndarray) and values.dtype == "V2":  # bfloat16 of ml_dtypes
             values = values.view(np.uint16)
@@ -178,8 +176,7 @@ def add_column(
 
     Raises ConfigError if a different column or file of this name exists, the name is not valid, or
     the prefix is an address; DataError if the values do not fit the tokens or ``spec``; FormatError
-    if the dataset or its meta file is damaged; and LockedError if another process writes the
-    dataset.
+    if the dataset or its meta file is damaged; LockedError if another process writes the dataset.
     """
     prefix = _local_prefix(prefix)
     check_column(name, spec)

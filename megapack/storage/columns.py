@@ -62,7 +62,7 @@ DTYPES = (
     *("float16", "bfloat16", "float32"),
 )
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
-# Names in batches and of a dataset's other files; only columns of ``INTERPRETED`` may have them.
+# Keys of batches, and names of other files: not for columns, except those of ``INTERPRETED``.
 RESERVED = {
     *("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens", "cu_seqlens_padded"),
     *("max_seqlen", "dataset_ids", "weights", "groups", "sample_ids", "source", "capacity"),
@@ -101,15 +101,15 @@ class ColumnSpec:
         if isinstance(self.fill, np.generic):
             object.__setattr__(self, "fill", self.fill.item())
         if self.dtype not in DTYPES:
-            raise ConfigError(f"column dtype is {self.dtype!r}; it is one of {', '.join(DTYPES)}")
+            raise ConfigError(f"column dtype is {self.dtype!r}; choose from {', '.join(DTYPES)}")
         if self.of not in ("token", "target"):
-            raise ConfigError(f"a column is of {self.of!r}; it is of 'token' or 'target'")
+            raise ConfigError(f"column of is {self.of!r}; it must be 'token' or 'target'")
         if not isinstance(self.shape, tuple) or any(type(n) is not int for n in self.shape):
             raise ConfigError(f"column shape is {self.shape!r}; give integers, as in (8,)")
         if min(self.shape, default=1) < 1 or self.row_bytes > MAX_ROW_BYTES:
             raise ConfigError(
                 f"column shape {list(self.shape)} of {self.dtype} has {self.row_bytes} bytes per "
-                f"token; sizes are positive and a row has at most {MAX_ROW_BYTES} bytes"
+                f"token; sizes must be positive, and a row has at most {MAX_ROW_BYTES} bytes"
             )
         try:
             is_number = type(self.fill) in (int, float)  # types that JSON preserves
@@ -117,9 +117,7 @@ class ColumnSpec:
         except (DataError, OverflowError):
             exact = False
         if not exact:
-            raise ConfigError(
-                f"column fill is {self.fill!r:.80}, which is not a finite {self.dtype}"
-            )
+            raise ConfigError(f"column fill is {self.fill!r:.80}, not a finite {self.dtype}")
 
     def __str__(self) -> str:
         """Return ``float16[4], of token, fill 0``, for messages."""
@@ -258,7 +256,7 @@ def _check_each(fits: NDArray[np.bool_], array: NDArray[Any], spec: ColumnSpec) 
 # ---- Labels and loss weights ---------------------------------------------------------------------
 
 LABELS, WEIGHTS = "labels", "weights"
-# Types of both. Labels are not shifted; a negative label means no loss. Any signed integer dtype.
+# Their types; labels may have any signed integer dtype. Labels are not shifted; negative: no loss.
 INTERPRETED = {
     LABELS: ColumnSpec(dtype="int32", of="target", fill=-100),
     WEIGHTS: ColumnSpec(dtype="float16", of="target"),
@@ -274,8 +272,8 @@ def check_column(name: str, spec: ColumnSpec) -> None:
         needed = replace(needed, dtype=spec.dtype)
     if spec != needed:
         raise ConfigError(
-            f"column {name} is {spec}; megapack makes {name} of batches of it, so it must be "
-            f"{needed}: give it this type, or another name"
+            f"column {name} is {spec}; it becomes the {name} of batches, so it must be {needed}: "
+            "give it this type, or another name"
         )
 
 
@@ -325,7 +323,7 @@ class ColumnEntry:
     shape: tuple[int, ...]
     fill: int | float
     of: Literal["token", "target"]
-    range: tuple[Any, ...] | None  # two integers; those of uint64 exceed a configuration's
+    range: tuple[Any, ...] | None  # two integers; Any: uint64 exceeds the integers of records
     bytes: int
     xxh3_128: tuple[str, ...]
 
@@ -349,8 +347,7 @@ class ColumnEntry:
 
 def column_entries(meta: Mapping[str, Any] | None, where: object) -> dict[str, ColumnEntry]:
     """Return the columns that a meta file lists, in alphabetical order; none without a meta file.
-    ``where`` is its path, for messages. Raises FormatError if an entry is damaged, or does not have
-    one row per token."""
+    ``where`` is its path, for messages. Raises FormatError for a damaged entry, or a wrong size."""
     entries: dict[str, ColumnEntry] = {}
     for name, content in sorted((meta or {}).get(COLUMNS, {}).items()):
         try:
@@ -359,7 +356,7 @@ def column_entries(meta: Mapping[str, Any] | None, where: object) -> dict[str, C
             sizes = [size for size, _ in entry.checksums]
             expected = (meta or {})["num_tokens"] * entry.spec.row_bytes
             if sum(sizes) != entry.bytes or entry.bytes != expected or min(sizes, default=1) < 1:
-                raise ConfigError(f"{entry.bytes} bytes; one row per token has {expected}")
+                raise ConfigError(f"{entry.bytes} bytes; one row per token needs {expected}")
             if not _is_range(entry.range, entry.spec.has_range and expected > 0):
                 raise ConfigError(f"range {entry.range}; columns of integers have two integers")
         except (ConfigError, ValueError) as error:

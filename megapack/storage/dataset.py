@@ -61,16 +61,14 @@ class IndexedDataset:
 
     ``len(ds)`` is the number of sequences; ``ds[i]`` is sequence i as a 1-D view of the mapping
     (copy it before you change it), ``ds[a:b]`` a list of views. Documents are ranges of sequences,
-    usually one each. Pickling stores the prefix only, so data loader workers map the files
-    themselves.
+    usually one each. Pickling stores the prefix only, so data loader workers map the files again.
 
     An open dataset does not change when a builder replaces its files. Never change a mapped file in
     place: if it becomes shorter (``cp`` over it, ``truncate``), every process that reads the
     removed part is killed by SIGBUS, without a traceback. Write a new file and rename it.
 
     A prefix may be an address (``s3://bucket/folder/name``, see ``docs/guides/object_storage.md``).
-    Then .idx is copied to a local cache, tokens are fetched when they are read, and slices are
-    copies.
+    Then .idx is copied to a local cache, tokens are fetched when they are read; slices are copies.
 
     Args:
         prefix: the files' common name, without (or with) ``.idx``.
@@ -394,9 +392,7 @@ def read_lengths_file(path: str | os.PathLike[str]) -> NDArray[Any]:
     document has over 2^40 tokens."""
     lengths = open_npy(path)
     if lengths.ndim != 1 or lengths.dtype.kind not in "iu":
-        raise DataError(
-            f"{path} has {lengths.dtype} of shape {lengths.shape}; lengths are 1-D integers"
-        )
+        raise DataError(f"{path} has {lengths.dtype} of shape {lengths.shape}; give 1-D integers")
     if (longest := lengths.max(initial=0)) > MAX_DOCUMENT_TOKENS:
         raise DataError(
             f"{path}: a document has {longest} tokens; the limit is {MAX_DOCUMENT_TOKENS} (2^40)"
@@ -414,9 +410,7 @@ def read_documents(path: str | Path) -> NDArray[np.int64]:
     if path.suffix == ".npy":
         ids: NDArray[Any] = open_npy(path)
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise FormatError(
-                f"{path} has {ids.dtype} of shape {ids.shape}; document ids are 1-D integers"
-            )
+            raise FormatError(f"{path} has {ids.dtype} of shape {ids.shape}; ids are 1-D integers")
     else:
         lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
         for number, line in enumerate(lines, 1):

@@ -130,8 +130,7 @@ def read_array_blocks(
         if unread:
             missing = count - begin - (numbers.nbytes - len(unread)) // numbers.itemsize
             raise FormatError(
-                f"{file.name} ends {missing} numbers early: it is truncated, or was shortened "
-                "while it was read"
+                f"{file.name} ends {missing} numbers early: it is truncated, or became shorter"
             )
         yield numbers
 
@@ -151,8 +150,7 @@ def check_target(
 
     ``difference`` describes how the existing file differs from the new one, None if they are equal;
     a callable is called only if the file exists. ``name`` replaces the path in the message. Raises
-    ConfigError if a different file exists and ``overwrite`` is False, and the errors of
-    ``target_of``.
+    ConfigError if a different file exists without ``overwrite``, and the errors of ``target_of``.
     """
     if not target_of(path).exists():
         return True

@@ -147,7 +147,7 @@ def _datatrove(path: Path, _: DTypeLike | None) -> Foreign:
     with open_regular(index_path) as file:
         ends_bytes = file.read()
     if len(ends_bytes) % 8:
-        raise FormatError(f"{index_path} has {len(ends_bytes)} bytes; it has 8 for each document")
+        raise FormatError(f"{index_path} has {len(ends_bytes)} bytes, not 8 per document")
     ends = np.frombuffer(ends_bytes, "<u8")
     if (ends[1:] < ends[:-1]).any():
         at = int((ends[1:] < ends[:-1]).argmax()) + 1
@@ -277,8 +277,8 @@ def _llm_c(path: Path, _: DTypeLike | None) -> Foreign:
     dtype = np.dtype(LLM_C_MAGICS[magic])
     if version != _LLM_C_VERSIONS[magic]:
         raise FormatError(
-            f"{path} has version {version} of magic {magic}; llm.c writes version "
-            f"{_LLM_C_VERSIONS[magic]} of it: fetch or write the file again"
+            f"{path} has magic {magic} and version {version}; llm.c writes version "
+            f"{_LLM_C_VERSIONS[magic]} with this magic: fetch or write the file again"
         )
     if num_bytes != _LLM_C_HEADER_BYTES + num_tokens * dtype.itemsize:
         counted = f"its header counts {num_tokens} tokens of {dtype.itemsize} bytes"
@@ -304,8 +304,8 @@ def _npy(path: Path, _: DTypeLike | None) -> Foreign:
     lengths = _read_bounds(bounds_path) if os.path.lexists(bounds_path) else None
     if lengths is not None and int(lengths.sum()) != array.size:
         raise FormatError(
-            f"{path} has {array.size} tokens, and {bounds_path.name} documents of "
-            f"{int(lengths.sum())}: they do not belong together; restore them, or remove it"
+            f"{path} has {array.size} tokens, but the documents of {bounds_path.name} have "
+            f"{int(lengths.sum())}: the files do not belong together; restore both, or remove it"
         )
     return Foreign(
         tokens_path=path,
@@ -383,11 +383,11 @@ def open_foreign(
     and ConfigError if the kind does not exist, or ``dtype`` is missing or not the recorded one.
     """
     if kind not in KINDS:
-        raise ConfigError(f"kind is {kind!r}; it is one of {', '.join(KINDS)}")
+        raise ConfigError(f"kind is {kind!r}; choose from {', '.join(KINDS)}")
     if kind in ("flat", "datatrove", "dolma") and (other := recognize(path)) is not None:
         raise FormatError(f"{path} is {other}")
     if kind == "flat" and (tokens_path := _described(Path(path))) is not None:
-        raise FormatError(f"{path} describes {tokens_path}, and holds no tokens: import that file")
+        raise FormatError(f"{path} describes {tokens_path} and has no tokens: import that file")
     foreign = KINDS[kind](Path(path), dtype)
     if dtype is not None and _token_dtype(dtype) != foreign.dtype:
         raise ConfigError(
@@ -420,8 +420,7 @@ def _mask_of(foreign: Foreign) -> Path | None:
 
 
 def _described(path: Path) -> Path | None:
-    """Return the token file that a side file (.index, .metadata, .loss, labels_mask_*) describes,
-    or None."""
+    """Return the token file of a side file (.index, .metadata, .loss, labels_mask_*), or None."""
     owner = path.with_name(path.name.replace("labels_mask", "token_ids", 1))
     if path.suffix in (".index", ".metadata", ".loss"):
         owner = path.with_suffix("")
@@ -436,9 +435,7 @@ def _tokenizer_beside(path: Path) -> str | None:
     try:
         name = json.loads(config.read_bytes()).get("name_or_path")
     except (ValueError, AttributeError, RecursionError) as error:
-        raise FormatError(
-            f"{config} is not a JSON object ({error}): restore or remove it"
-        ) from error
+        raise FormatError(f"{config} is no JSON object ({error}): restore or remove it") from error
     return name if isinstance(name, str) and name else str(config.parent)
 
 
@@ -477,7 +474,5 @@ def as_lengths(lengths: NDArray[np.int64]) -> NDArray[np.int32]:
     """Return lengths as int32, as an .idx stores them. Raises DataError if one is too long."""
     longest = int(lengths.max(initial=0))
     if longest > MAX_SEQUENCE_LENGTH:
-        raise DataError(
-            f"a document has {longest} tokens; the format ends at {MAX_SEQUENCE_LENGTH}"
-        )
+        raise DataError(f"a document has {longest} tokens; the limit is {MAX_SEQUENCE_LENGTH}")
     return lengths.astype(np.int32)

@@ -89,9 +89,7 @@ def _read(
     vocab_size = foreign.vocab_size if vocab_size is None else vocab_size
     foreign = replace(foreign, vocab_size=vocab_size)
     if foreign.layout is None and eod_token is None:
-        raise ConfigError(
-            f"{name} has no index: give the id that separates documents (--eod-token)"
-        )
+        raise ConfigError(f"{name} has no index: give the separator of documents (--eod-token)")
     if foreign.layout is not None and (eod_token is not None or eod_at is not None):
         raise ConfigError(
             f"{path} is of kind {kind}, whose files record where documents end: leave out "
@@ -142,8 +140,7 @@ def import_dataset(
 
     The .bin is a link to the file if that contains only tokens; otherwise tokens are copied.
     Documents keep their order and sequences. All tokens are read once, for their checksum and
-    range. A loss mask becomes the column ``labels``. If the same dataset exists already, nothing is
-    done.
+    range. A loss mask becomes the column ``labels``. An equal dataset is not written again.
 
     Args:
         path: file or prefix. If it is ``<output>.bin`` itself, that file stays unchanged.
@@ -167,9 +164,9 @@ def import_dataset(
     have one row of its type per token; and OSError if a file cannot be read, linked or written.
     """
     if link not in LINKS:
-        raise ConfigError(f"link is {link!r}; it is one of {', '.join(LINKS)}")
+        raise ConfigError(f"link is {link!r}; choose from {', '.join(LINKS)}")
     if eod_at is not None and eod_at not in SEPARATED:
-        raise ConfigError(f"eod_at is {eod_at!r}; it is one of {', '.join(SEPARATED)}")
+        raise ConfigError(f"eod_at is {eod_at!r}; choose from {', '.join(SEPARATED)}")
     output = prefix_of(output)
     if kind == "auto":
         kind = detect(path)

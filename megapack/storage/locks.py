@@ -138,7 +138,7 @@ def _join_lock(path: Path, name: str, content: bytes, shared: bool) -> int | Non
             if error.errno not in NO_LOCKS:
                 raise
             undo.pop_all()
-            return writable  # the file's creator has warned
+            return writable  # the process that created the file has logged a warning
         undo.pop_all()
     try:
         with naming(path):

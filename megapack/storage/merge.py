@@ -57,8 +57,7 @@ def merge(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> bool:
-    """Concatenate datasets, documents in the order of ``prefixes``; a prefix may occur several
-    times.
+    """Concatenate datasets, documents in the order of ``prefixes``; prefixes may repeat.
 
     Accepts datasets of megapack, megatron-core, Megatron-DeepSpeed and GPT-NeoX. If an input has no
     document indices (a merge of GPT-NeoX loses them), each of its sequences becomes a document.
@@ -73,7 +72,7 @@ def merge(
         missing_columns: what to do with a column that only some inputs have: ``fill`` gives the
             tokens of the others its fill value (not of labels and weights), ``drop`` leaves it out;
             None is an error.
-        metadata: entries of the result's meta file, besides those on which all inputs agree.
+        metadata: entries of the result's meta file, in addition to those on which all inputs agree.
         remove_inputs: delete the inputs after the result is renamed.
         overwrite: replace a different dataset at ``output``.
         progress: called with (tokens done, all tokens) after every input.
@@ -229,8 +228,7 @@ def _check_removal(prefixes: Sequence[str], output: str) -> None:
     """Raise ConfigError if an earlier merge seems to have been stopped while it removed its inputs.
 
     The output may then contain the only copy of some documents. Signs: the output exists, and
-    either an input is missing, or the output contains more tokens than the inputs and ends with
-    theirs."""
+    either an input is missing, or the output has more tokens and ends with theirs."""
     if not all(path.exists() for path in dataset_files(output)):
         return
     remaining = [prefix for prefix in prefixes if path_of(prefix, ".idx").exists()]
@@ -267,9 +265,7 @@ def _common_dtype(inputs: list[InputDataset]) -> np.dtype[Any]:
     dtypes = {dataset.dtype.name: dataset for dataset in inputs}
     if len(dtypes) > 1:
         examples = ", ".join(f"{name} ({dataset.prefix})" for name, dataset in dtypes.items())
-        raise DataError(
-            f"the inputs have different dtypes: {examples}; pass dtype= (--dtype int32)"
-        )
+        raise DataError(f"the inputs differ in dtype: {examples}; pass dtype= (--dtype int32)")
     return inputs[0].dtype
 
 

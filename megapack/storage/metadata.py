@@ -141,7 +141,7 @@ def meta_remedy(prefix: str | os.PathLike[str]) -> str:
     columns = ", ".join(sorted(name for name in names if "." not in name))
     if columns:
         return f"restore it from a copy, or delete it and add the columns {columns} again"
-    return "it is optional, delete it"
+    return "delete it: it is optional"
 
 
 def differing_tokens(named: Callable[[str], Iterable[tuple[str, Any]]]) -> Iterator[str]:
@@ -254,8 +254,7 @@ def difference_from_files(
         if recorded[key] != value:
             return (
                 f"the meta file does not match the dataset: its {key} is {recorded[key]}, but "
-                f"that of the dataset is {value}; delete the meta file if another tool rewrote "
-                "the dataset"
+                f"that of the dataset is {value}; delete it if another tool rewrote the dataset"
             )
     return None
 

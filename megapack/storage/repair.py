@@ -192,8 +192,7 @@ def _salvage(idx_path: Path, bin_path: Path, done: list[str]) -> _Index | None:
 def _fit(
     index: _Index, bin_path: Path, drop_truncated: bool, drop_trailing: bool, done: list[str]
 ) -> tuple[_Index, int | None]:
-    """Return the index of the documents in .bin, and the size to which to cut .bin (None: keep
-    it)."""
+    """Return the index of the documents in .bin, and the size to cut .bin to (None: keep it)."""
     size, needed = bin_path.stat().st_size, index.num_bytes
     if size < needed:
         documents, sequences = _whole(index, size)

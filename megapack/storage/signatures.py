@@ -33,9 +33,7 @@ _LLM_C_OTHERS = {
 }
 _NO_TOKENS = "it contains no plain token ids; import a file of tokens"
 _LITDATA = "read it with litdata, and add its documents to a megapack.IndexedDatasetBuilder"
-_TEXT = (
-    "it contains text: megapack-build tokenize --input {path} --output-prefix corpus --tokenizer T"
-)
+_TEXT = "it has text: megapack-build tokenize --input {path} --output-prefix corpus --tokenizer T"
 _SAVE = "save {} with numpy.save, and import that .npy"
 _UNPACK = "unpack it first: {tool} {path}"
 _RECORDS = "write its texts as JSON Lines and tokenize them, or its tokens with numpy.save"

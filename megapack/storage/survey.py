@@ -46,8 +46,7 @@ _LARGEST_TOKEN_ID = 1 << 29
 class Finding:
     """Fact about a dataset that users should know.
 
-    ``error``: the dataset cannot be read or trusted; ``warning``: check the dataset; ``note``: the
-    dataset is usable.
+    ``error``: the dataset cannot be read or trusted; ``warning``: check it; ``note``: it is usable.
     """
 
     severity: Literal["error", "warning", "note"]

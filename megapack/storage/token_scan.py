@@ -140,8 +140,7 @@ def split_documents(
         likely = "both" if begins and ends and _unpaired(marks, num_tokens) is None else other
         raise ConfigError(
             f"{path} {where} with the separator {separator}, so --eod-at {usual} would make a "
-            f"document of it alone: give --eod-at {likely}, or --eod-at {usual} if that document "
-            "is meant"
+            f"document of it alone: give --eod-at {likely}, or --eod-at {usual} if that is meant"
         )
     at = at or usual
     if at == "both":

@@ -64,8 +64,7 @@ class SpikeWatch:
 
     The losses of each bucket and of each source have their own band; gradient norms are compared by
     their logarithms. Outliers do not enter the band. A spike is confirmed when one signal has
-    ``confirm`` outliers within twice as many steps; a loss that is NaN or infinite is a spike at
-    once.
+    ``confirm`` outliers within twice as many steps; a NaN or infinite loss is a spike at once.
     """
 
     def __init__(self, config: AutopilotConfig) -> None:
@@ -194,8 +193,7 @@ def odm(report: SourceReport, *, smoothing: float = 0.9) -> tuple[dict[str, floa
     A bandit (EXP3) whose arms are the K sources. At decision t, the reward of a source is ``R <- a
     R + (1 - a) loss / share``, with a = ``smoothing``. Its share becomes ``(1 - K e_t)
     softmax(e_{t-1} R) + e_t``, with the smallest share ``e_t = min(1 / K, sqrt(ln K / (K t)))``.
-    The paper pulls one arm per batch; this rule updates all sources that had tokens since the last
-    decision.
+    The paper pulls one arm per batch; this one updates all sources with tokens since then.
     """
     names, last = list(report.weights), report.state
     time = int(last.get("time", 0)) + 1
@@ -237,8 +235,7 @@ def find_rule(name: str) -> Rule:
 
 
 def next_mixture(config: MixingConfig, report: SourceReport) -> Decision:
-    """Call the rule. Raises ConfigError if it fails, names unknown sources, or gives bad
-    weights."""
+    """Call the rule. Raises ConfigError if it fails, names unknown sources or gives bad weights."""
     assert config.rule is not None, "the configuration has no rule"
     where = f"mixing.rule {config.rule}"
     try:

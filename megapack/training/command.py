@@ -91,9 +91,7 @@ def set_rank_environment(local_rank: int | None = None) -> int:
     wrong = [f"{name}={text}" for name, text in numbers.items() if not text.isdecimal()]
     if wrong or not int(numbers["RANK"]) < int(numbers["WORLD_SIZE"]):
         values = " ".join(f"{name}={text}" for name, text in numbers.items())
-        raise ConfigError(
-            f"the environment has {values}; ranks are numbers from 0 to WORLD_SIZE - 1"
-        )
+        raise ConfigError(f"the environment has {values}; ranks are from 0 to WORLD_SIZE - 1")
     return int(numbers["WORLD_SIZE"])
 
 
@@ -163,8 +161,7 @@ RECIPES = {path.stem: path for path in sorted(_FOLDER.glob("*.yaml"))}
 
 def read_config(name: str, overrides: Sequence[str] = ()) -> PretrainConfig:
     """Read a YAML file or a recipe (the name of a file in ``configs/``), with ``"a.b=value"``
-    overrides. Raises ConfigError if there is no such file or recipe, and the errors of
-    ``load_config``."""
+    overrides. Raises ConfigError if it does not exist, and the errors of ``load_config``."""
     if not Path(name).is_file() and name not in RECIPES:
         raise ConfigError(
             f"--config {name} is neither a file nor a recipe{nearest(name, RECIPES)} (recipes: "

@@ -67,8 +67,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if [self.preset, self.config, self.pretrained].count(None) != 2:
             raise ConfigError(
-                "model: give exactly one of preset and config (from scratch) and pretrained (a "
-                "checkpoint)"
+                "model: give exactly one of preset and config (from scratch) and pretrained"
             )
         if isinstance(self.config, dict) and "model_type" not in self.config:
             raise ConfigError("model: config has no model_type; give one, as in model_type: qwen3")
@@ -198,8 +197,7 @@ class CheckpointConfig:
     branch_from: str | None = None
     """Checkpoint of another run (the trunk) from which this run starts while its ``run_dir`` has no
     checkpoints (``--branch-from``), with the trunk's weights, optimizer state and data order. Set
-    the options that differ in the branch (a decay, a mixture) in this file; the trunk is not
-    changed."""
+    the options that differ in the branch (a decay, a mixture) in this file; the trunk stays."""
     mirror: str | None = None
     """Address (s3://bucket/folder, ...) for copies of every checkpoint, made while training
     continues. A ``run_dir`` without checkpoints is restored from it. Each run needs its own."""
@@ -420,8 +418,7 @@ class EngineConfig:
         if self.offload_activations and not self.activation_checkpointing:
             raise ConfigError(
                 "engine: offload_activations is true and activation_checkpointing is false; only "
-                "inputs of recomputed layers can be offloaded: set activation_checkpointing to "
-                "true, too"
+                "inputs of recomputed layers can be offloaded: set activation_checkpointing, too"
             )
         for name, reason in (
             ("offload_activations", "a compiled layer saves its input inside its own graph"),
@@ -451,16 +448,11 @@ def _refuse_decided(section: dict[str, Any], path: str = "") -> None:
     for key, value in section.items():
         name = f"{path}{key}"
         if name in DECIDED:
-            raise ConfigError(
-                f"engine.deepspeed: {name} is set by {DECIDED[name]}; remove it from "
-                "engine.deepspeed"
-            )
+            raise ConfigError(f"engine.deepspeed: {name} is set by {DECIDED[name]}; leave it out")
         if isinstance(value, dict):
             _refuse_decided(value, f"{name}.")
         elif any(known.startswith(f"{name}.") for known in DECIDED):
-            raise ConfigError(
-                f"engine.deepspeed: {name} is {value!r}; it must be a mapping of keys"
-            )
+            raise ConfigError(f"engine.deepspeed: {name} is {value!r}; it must be a mapping")
 
 
 @dataclass(frozen=True, kw_only=True)

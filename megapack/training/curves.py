@@ -60,8 +60,7 @@ class Standing:
 
 
 def read_curve(run_dir: str | Path) -> Curve:
-    """Read the curve of a run directory. Raises DataError if its log is empty, OSError if
-    missing."""
+    """Read the curve of a run directory. Raises DataError (empty log) or OSError."""
     path = RunDirectory(run_dir).log
     lines = [line for line in read_jsonl(path) if line["loss"] is not None]
     if not lines:

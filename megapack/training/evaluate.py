@@ -64,17 +64,17 @@ def evaluate(args: argparse.Namespace) -> int:
     results: dict[str, Any] = {}
     for option, given in (("--model", args.model), ("--run", args.run)):
         if len({name for name, _ in given}) < len(given):
-            raise ConfigError(f"two {option} have the same name; name them, as in NAME=DIR")
+            raise ConfigError(f"two {option} have the same name; give each a NAME=DIR")
     numbers = ("max_tokens", "micro_batch_tokens", "limit", "contexts")
     check_positive(
         "command line", **{f"--{name.replace('_', '-')}": getattr(args, name) for name in numbers}
     )
     if bool(args.model) != bool(args.data or args.blend or args.lm_eval):
         raise ConfigError(
-            "--model and one of --data, --blend and --lm-eval need each other; give both"
+            "--model needs one of --data, --blend and --lm-eval, and each of these needs --model"
         )
     if args.contexts and not args.data:
-        raise ConfigError("--contexts needs the documents of --data; give that, too")
+        raise ConfigError("--contexts scores the documents of --data: give --data, too")
     if args.model and (args.data or args.blend):
         set_rank_environment(args.local_rank)
         documents = held_out(args)
@@ -162,9 +162,7 @@ def held_out(args: argparse.Namespace) -> HeldOut:
     if args.blend:
         sources = open_validation_of_sources(load_blend(args.blend), buckets=args.buckets)
         if not sources:
-            raise ConfigError(
-                f"{args.blend}: no source has held-out documents; give sources a valid_prefix"
-            )
+            raise ConfigError(f"{args.blend}: no source has held-out documents (valid_prefix)")
     return data, sources
 
 

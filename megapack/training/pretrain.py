@@ -39,8 +39,7 @@ from megapack.training.presets import PRESETS
 
 LENGTHS = (
     "plan without a dataset: a .npy file with the tokens of each document, or "
-    "lognormal:MEAN,MEDIAN,DOCUMENTS (lognormal:999,603,1e6 is like a million documents of "
-    "FineWeb-Edu)"
+    "lognormal:MEAN,MEDIAN,DOCUMENTS (lognormal:999,603,1e6 is like 1e6 documents of FineWeb-Edu)"
 )
 _PLAN = ("world_size", "device", "lengths", "buckets", "gpu_price", "show_config")
 

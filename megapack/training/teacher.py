@@ -206,8 +206,7 @@ class WindowPlan:
 
 
 def _filled(sizes: Ids, capacity: int) -> Ids:
-    """Return the boundaries of consecutive groups of at most ``capacity``, each as large as it can
-    be."""
+    """Return the boundaries of consecutive groups of at most ``capacity``, each of maximal size."""
     ends = np.concatenate([[0], np.cumsum(sizes)])
     boundaries = [0]
     while boundaries[-1] < len(sizes):

@@ -125,11 +125,9 @@ def probed_labels(batch: Mapping[str, Any]) -> torch.Tensor:
 
 
 class Trainer:
-    """State of the training loop, the same on all ranks.
-
-    ``find(tokens)`` returns the newest good checkpoint of at most that many tokens, and its store.
-    ``record`` is the result of ``run_record``, for checkpoints.
-    """
+    """State of the training loop, the same on all ranks. ``find(tokens)`` returns the newest good
+    checkpoint of at most that many tokens, and its store. ``record`` is the result of
+    ``run_record``, for checkpoints."""
 
     def __init__(
         self,
@@ -187,7 +185,7 @@ class Trainer:
         self.world.progress.at(f"the end of step {done - 1}")
 
     def run(self, signals: StopSignals) -> Literal["done", "signal", "stop_at"]:
-        """Train until the end, a signal or ``stop_at``; return which of the three ended the run."""
+        """Train until the end, a signal or ``stop_at``; return the reason."""
         try:
             if self.validation_is_due and self.done and self.world.on_first(self.not_validated):
                 self.validate()
@@ -203,7 +201,7 @@ class Trainer:
             self.monitor.close()
             self.finish_save()
             self.store.wait_for_mirror()
-        except FloatingPointError:  # on all ranks; a checkpoint started before is good
+        except FloatingPointError:  # on all ranks; finish a checkpoint that was begun earlier
             self.finish_save()
             raise
         if stopped:
@@ -444,7 +442,7 @@ class Trainer:
         return done == self.inputs.num_steps or (every is not None and done % every == 0)
 
     def not_validated(self) -> bool:
-        path = self.run_dir.evaluation  # a signal may have stopped the run before it
+        path = self.run_dir.evaluation  # missing if a signal stopped the run before validation
         lines = read_jsonl(path) if path.exists() else ()
         return all(line["step"] != self.done for line in lines)
 

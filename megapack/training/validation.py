@@ -132,8 +132,7 @@ def perplexity_by_context(
     model: Any, dataset: IndexedDataset, contexts: Sequence[int], **how: Any
 ) -> dict[int, ValidationResult]:
     """Score the same documents with different context lengths (BucketLLM, Figure 3): a document
-    longer than context C is scored in independent chunks of C tokens. ``how``: arguments of
-    ``validate``."""
+    longer than context C is scored in chunks of C tokens. ``how``: arguments of ``validate``."""
     result = {}
     for context in contexts:
         samples = pack(dataset.document_lengths, "bucket", buckets=[context])

@@ -165,7 +165,7 @@ def test_training_options_reach_the_estimate(lengths: Path) -> None:
     [
         (["--lengths", "missing.npy"], 1, "missing.npy"),
         (["--lengths", "text.npy"], 1, "text.npy is not a .npy file of numbers"),
-        (["--lengths", "floats.npy"], 1, "lengths are 1-D integers"),
+        (["--lengths", "floats.npy"], 1, "give 1-D integers"),
         (["--lengths", "long.npy"], 1, f"a document has {1 << 62} tokens; the limit is {1 << 40}"),
         (["--lengths", "good.npy", "--strategies", "buket"], 2, "did you mean 'bucket'?"),
         (["--lengths", "good.npy", "--model-shape", "2e9,10"], 2, "is not PARAMETERS,LAYERS,WIDTH"),

@@ -224,7 +224,7 @@ def test_rates_of_taken_steps_cannot_change(blend: BlendConfig) -> None:
         ({"rate": 1.5}, "rate is 1.5"),
         ({"spm_rate": -1}, "spm_rate is -1"),
         ({"cuts": "byte"}, "cuts is 'byte'; it must be one of token, character"),
-        ({"cuts": "character"}, "cuts are between characters, and there is no tokenizer"),
+        ({"cuts": "character"}, "cuts are between characters, and fim.tokenizer is null"),
         ({"sentinels": {"prefix": "<PRE>", "suffix": 1, "middle": 2}}, "'<PRE>' is a text"),
         ({"sentinels": {"prefix": 1, "suffix": 2}}, "missing key 'middle'"),
     ],

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from megapack.data import BucketBatchSampler, PackedDataset, Schedule, build_loader, resume
-from megapack.data.batch import slot_tokens
+from megapack.data.batch import last_slot
 from megapack.data.loader import ThreadPrefetcher
 from megapack.data.schedule import Step
 from megapack.errors import ConfigError, FormatError, IndexMismatchError, ResumeError
@@ -96,7 +96,7 @@ def test_padded_boundaries_fit_each_bucket(tmp_path: Path, row_tokens: int | Non
     for batch in build_loader(data, schedule, **of_rank(micro=tokens, cu_seqlens="padded")):
         capacity, boundaries = batch["capacity"], batch["cu_seqlens"]
         assert entries.setdefault(capacity, len(boundaries)) == len(boundaries)
-        assert batch["max_seqlen"] <= slot_tokens(capacity, batch["row_tokens"])[-1]
+        assert batch["max_seqlen"] <= last_slot(capacity, batch["row_tokens"])
     slots = {32: 4, 64: 2} if row_tokens is None else {32: 12, 64: 4}
     most = {32: 32 // 2, 64: 1}
     assert entries == {c: slots[c] * (most[c] + 1) + 1 for c in (32, 64)}

@@ -161,7 +161,7 @@ def test_a_new_largest_bucket_comes_first() -> None:
         ),
         (
             [Stage(from_step=2, attention_window=8, window_steps=7)],
-            "there is no window before it to",
+            "no earlier window to grow from",
         ),
     ],
 )

@@ -225,7 +225,7 @@ def test_a_damaged_manifest_is_refused(tmp_path: Path, prefixes: list[str]) -> N
         (lambda c: c.pop("seed"), "has no shards or no packing options"),
         (lambda c: c.update(shards=[]), "has no shards or no packing options"),
         (lambda c: c["shards"][1].update(num_documents=-1), "shard 1 says num_documents is -1"),
-        (lambda c: c["shards"][0].update(samples_per_bucket=[1]), "samples_per_bucket of 1 bucket"),
+        (lambda c: c["shards"][0].update(samples_per_bucket=[1]), "has 1 of 3 samples_per_bucket"),
         *(
             (lambda c, n=name: c["shards"][2].pop(n), f"shard 2 has no {name}")
             for name in sound["shards"][2]

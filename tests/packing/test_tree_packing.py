@@ -115,7 +115,7 @@ def test_wrong_arguments_are_named() -> None:
         pack([3, 4], "tree", buckets=8)
     with pytest.raises(DataError, match=r"document 1 has 9 tokens, and a sample has 8"):
         packed([[1], [2] * 9], 8)
-    with pytest.raises(DataError, match="offsets of 3 documents, and lengths are of 2"):
+    with pytest.raises(DataError, match=r"tokens \(3 documents\) and lengths \(2\) differ"):
         pack([1, 1], "tree", buckets=8, tokens=(np.zeros(3, np.int32), [0, 1, 2, 3]))
     for option in ({"alignment": 2}, {"fim_room": 3}):
         with pytest.raises(ConfigError, match=f"{next(iter(option))} is . with strategy 'tree'"):

@@ -349,5 +349,5 @@ def test_cluster_errors_name_the_size(wrong: dict[str, Any], message: str) -> No
 
 
 def test_step_of_other_ranks_is_refused() -> None:
-    with pytest.raises(ValueError, match="the step is assigned to 2 ranks"):
+    with pytest.raises(ValueError, match="the step has 2 ranks"):
         simulate_step(AssignedStep.of_attention([[1.0, 2.0]]), Cluster(data_parallel=3))

@@ -312,7 +312,7 @@ def test_errors_name_a_remedy(line: Line, tmp_path: Path) -> None:
         (("pack", "s3://bucket/*/docs.idx", "--output", far, *BUCKETS), "after the last /"),
         (("pack", "http://host/*.idx", "--output", far, *BUCKETS), "name each dataset"),
         (("pack", f"{folder}/x*.idx", "--output", far, *BUCKETS), "matches no file"),
-        (("pack", address, "--output", "s3://bucket", *BUCKETS), "is no address of an object"),
+        (("pack", address, "--output", "s3://bucket", *BUCKETS), "is not the address of an object"),
         (("arrange", near, "--output", far), "megapack-build upload"),
         (("repair", address), "is not a local file"),
         (("merge", address, "--output-prefix", near, "--remove-inputs"), "--remove-inputs"),

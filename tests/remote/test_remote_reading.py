@@ -122,7 +122,7 @@ def test_missing_or_misspelled_addresses_are_named(line: Line, tmp_path: Path) -
         IndexedDataset("s4://bucket/docs")
     with pytest.raises(ConfigError, match=r"s3://b/docs was given with one slash .* as a string"):
         IndexedDataset(Path("s3://b/docs"))
-    with pytest.raises(ConfigError, match="is no address of an object"):
+    with pytest.raises(ConfigError, match="is not the address of an object"):
         SampleIndex.load(f"{nobody}/")
     assert not list(Path.cwd().glob("??:*"))
 

@@ -133,7 +133,7 @@ def test_exported_columns_are_added_again(tmp_path: Path) -> None:
 )
 def test_labels_and_weights_have_one_type(tmp_path: Path, name: str, spec: dict) -> None:
     wrong = ColumnSpec(**spec)
-    message = f"column {name} is .*; megapack makes {name} of batches of it"
+    message = f"column {name} is .*; it becomes the {name} of batches"
     with pytest.raises(ConfigError, match=message):
         IndexedDatasetBuilder(tmp_path / "a", columns={name: wrong})
     build(tmp_path / "a", [3, 2], specs={})

@@ -68,17 +68,17 @@ def test_stored_bytes_equal_the_definition(dtype: str, data: st.DataObject) -> N
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ({"dtype": "float64"}, "column dtype is 'float64'; it is one of int8"),
+        ({"dtype": "float64"}, "column dtype is 'float64'; choose from int8"),
         ({"dtype": "int8", "shape": (0,)}, r"column shape \[0\]"),
         ({"dtype": "float32", "shape": (16385,)}, "65540 bytes per token"),
-        ({"dtype": "uint8", "fill": -1}, "column fill is -1, which is not a finite uint8"),
+        ({"dtype": "uint8", "fill": -1}, "column fill is -1, not a finite uint8"),
         ({"dtype": "float16", "fill": 1e9}, "column fill is 1000000000.0"),
         ({"dtype": "float32", "fill": math.nan}, "column fill is nan"),
         ({"dtype": "float32", "fill": 10**400}, "column fill is 1000"),
-        ({"dtype": "float32", "fill": "0"}, "column fill is '0', which is not a finite float32"),
+        ({"dtype": "float32", "fill": "0"}, "column fill is '0', not a finite float32"),
         ({"dtype": "uint8", "fill": True}, "column fill is True"),  # JSON's true is no number
         ({"dtype": "uint8", "shape": 2}, r"column shape is 2; give integers, as in \(8,\)"),
-        ({"dtype": "int8", "of": "labels"}, "a column is of 'labels'"),
+        ({"dtype": "int8", "of": "labels"}, "column of is 'labels'"),
     ],
 )
 def test_wrong_types_are_refused(spec: dict, message: str) -> None:
@@ -114,7 +114,7 @@ def test_a_damaged_meta_file_of_columns_is_not_optional(tmp_path: Path) -> None:
     for name, remedy in (
         ("d", "restore it from a copy, or delete it and add the columns a, b again"),
         ("d.x", "restore it from a copy, or delete it and add the columns c again"),
-        ("e", "it is optional, delete it"),
+        ("e", "delete it: it is optional"),
     ):
         with pytest.raises(FormatError, match=remedy):
             IndexedDataset(tmp_path / name).columns  # noqa: B018

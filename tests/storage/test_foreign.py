@@ -630,7 +630,7 @@ def test_side_files_hold_no_tokens(folder: Path) -> None:
     Path("labels_mask_part_0000.npy").write_bytes(bytes(2))
     how: dict[str, Any] = {"dtype": "uint8", "eod_token": 0}
     for end in ("index", "metadata", "loss"):
-        refused(f"{path}.{end}", FormatError, f"describes {path}, and holds no tokens", **how)
+        refused(f"{path}.{end}", FormatError, f"describes {path} and has no tokens", **how)
     message = "describes token_ids_part_0000.npy"
     refused("labels_mask_part_0000.npy", FormatError, message, kind="flat", **how)
 

@@ -82,7 +82,7 @@ def test_dtypes_are_converted_on_request_only(tmp_path: Path) -> None:
     write(tmp_path / "narrow", SMALL, np.uint16)
     write(tmp_path / "wide", [[[70_000]]], np.int32)
     inputs = [tmp_path / "narrow", tmp_path / "wide"]
-    with pytest.raises(DataError, match=r"different dtypes: uint16 .* int32 .*--dtype int32"):
+    with pytest.raises(DataError, match=r"differ in dtype: uint16 .* int32 .*--dtype int32"):
         merge(inputs, tmp_path / "merged")
     merge(inputs, tmp_path / "merged", dtype=np.int32)
     write(tmp_path / "whole", [*SMALL, [[70_000]]], np.int32)
@@ -306,7 +306,7 @@ def test_datatrove_files_are_indexed(tmp_path: Path, raw: type, dtype: type) -> 
     with pytest.raises(FormatError, match="counts 9 tokens"):
         import_dataset(path, tmp_path / "no")
     os.truncate(index, 21)
-    with pytest.raises(FormatError, match="has 21 bytes; it has 8 for each document"):
+    with pytest.raises(FormatError, match="has 21 bytes, not 8 per document"):
         import_dataset(path, tmp_path / "no")
 
 

@@ -70,7 +70,7 @@ def test_import_then_verify(tmp_path: Path) -> None:
 
 
 def test_repair_reports_remaining_damage(tmp_path: Path) -> None:
-    """Once it said "nothing to repair" and exited with 0 where verify had said DAMAGED."""
+    """Regression: repair printed "nothing to repair" and exited with 0, but verify found damage."""
     write(tmp_path / "data", SMALL)
     with (tmp_path / "data.bin").open("r+b") as file:
         file.write(b"\xff")
@@ -121,7 +121,7 @@ def test_verify_reads_samples_files(tmp_path: Path) -> None:
 
 
 def test_dataset_is_merged_as_often_as_it_is_named(tmp_path: Path) -> None:
-    """A dataset that is named twice was once merged only once, without a message."""
+    """Regression: merge used a dataset that was named twice only once, without a message."""
     (tmp_path / "shards").mkdir()
     for name in ("a", "b"):
         write(tmp_path / "shards" / name, SMALL)

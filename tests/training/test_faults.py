@@ -67,7 +67,7 @@ def test_step_size_keeps_checkpoints(new_run: NewRun) -> None:
     run.succeed(ranks=1)
     larger = ["data.tokens_per_step=4096", "num_steps=4", "checkpoint.every=1"]
     allow = "checkpoint.allow_change=[tokens_per_step]"
-    message = "tokens_per_step was 1024 and is 4096: the step number is converted"
+    message = "tokens_per_step was 1024 and is 4096: the step number follows"
     output = run.start(*larger, allow, ranks=1).succeed("continuing at step 2 ", message)
     assert output.count("documents of a micro batch are kept apart: probed in") == 1
     assert run.tags() == ["step_00000003_tokens_12288", "step_00000004_tokens_16384"]

@@ -139,7 +139,7 @@ def test_plan_states_when_gradients_are_reduced() -> None:
     assert "in each of 4 micro steps, during the backward" in line("bf16", "auto")
     assert line("fp32", "auto").startswith("ZeRO: stage 1 (auto)")
     assert line("fp32", "auto").endswith("once per step, during the last backward")
-    assert "after the last backward, which does not hide it" in line("bf16", 1)
+    assert "after the last backward, without overlap" in line("bf16", 1)
     assert line("bf16", 1, ranks=1) == "ZeRO: stage 1; one rank, nothing to reduce"
 
 
@@ -162,7 +162,7 @@ LAYERS, WIDTH = 2, 64  # of the tiny presets
 
 @pytest.mark.parametrize("preset", ["llama_tiny", "gpt2_tiny", "gpt2_tiny_alibi", "gemma2_tiny"])
 def test_offload_hooks_get_the_inputs_of_layers_only(preset: str) -> None:
-    """Not RoPE's table and cu_seqlens, which layers share, nor tensors of the loss."""
+    """Layers share RoPE's table and cu_seqlens; the hooks get neither, nor tensors of the loss."""
     model = tiny_model(preset, backend="eager").train()
     entered: list[Tensor] = []
     for layer in model.layers:

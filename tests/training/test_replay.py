@@ -135,7 +135,7 @@ def test_run_replays_and_validates(new_run: NewRun, recorded: dict[str, Any]) ->
         ({"data": {"columns": []}}, r"no column 'routes': set data.columns=\[routes\]"),
         (
             {"model": {"overrides": {"num_experts_per_tok": 3}}},
-            r"column 'routes' is int16 \[2, 2\] of token, and 'qwen3_moe' replays int16 \[2, 3\]",
+            r"column 'routes' is int16 \[2, 2\] of token; 'qwen3_moe' needs int16 \[2, 3\]",
         ),
     ],
 )

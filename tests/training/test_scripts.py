@@ -180,9 +180,9 @@ def test_models_are_scored(zygote: Zygote, corpus: Corpus, exported: Path, tmp_p
         ("--model x=a --model x=b --data nowhere", "two --model have the same name"),
         ("--run x=a --run x=b", "two --run have the same name"),
         ("--model x=a --data nowhere --max-tokens -5", "--max-tokens is -5"),
-        ("--model x=a --run b", "--model and one of --data"),
-        ("--data nowhere --run b", "--model and one of --data"),
-        ("--lm-eval piqa", "--model and one of --data"),
+        ("--model x=a --run b", "--model needs one of --data"),
+        ("--data nowhere --run b", "--model needs one of --data"),
+        ("--lm-eval piqa", "--model needs one of --data"),
         ("--model x=a --data nowhere --contexts 8 0", "--contexts is 0"),
     ],
 )

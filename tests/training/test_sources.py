@@ -295,5 +295,5 @@ def test_held_out_sets_with_equal_names_are_refused(
         Inputs(config)
     with edited(blend) as tree:
         del tree["sources"][0]["valid_prefix"]
-    with pytest.raises(ConfigError, match="has a valid_index and no valid_prefix"):
+    with pytest.raises(ConfigError, match="has valid_index, but no valid_prefix"):
         Inputs(config)

@@ -356,8 +356,7 @@ void check_shared(const Shard& shard, std::int64_t document, std::int64_t at, st
         "after they were packed; pack again");
 }
 
-// Adds the labels and loss weights of `count` tokens from `at` on, at most kBlock, to the tokens
-// themselves.
+// Adds the labels and loss weights of `count` tokens from `at` on, at most kBlock, to these tokens.
 void add_targets(const TreePath& path, std::int64_t at, std::int64_t count, float factor,
                  const Place& to) {
     const Shard& shard = *path.shard;

@@ -188,8 +188,7 @@ class Writer {
 };
 
 // Prefetches what the draw of a document reads: its last token and, for cuts between characters,
-// the tokens of the first draws (perhaps their neighbors, because the end of the body is not yet
-// known).
+// the tokens of the first draws (perhaps their neighbors, since the end of the body is unknown).
 void prefetch_draws(const Fim& fim, const Shard& shard, const Segment& segment, std::uint64_t key) {
     prefetch(shard.tokens, segment.token_begin + segment.length - 1, 1);
     if (fim.cuts.first_cut.empty()) return;

@@ -21,7 +21,7 @@ void check_shape(const GatherShape& shape, std::int64_t alignment, std::int64_t 
     check(shape.row_tokens <= kLimit / shape.num_rows, shape.num_rows, " rows of ",
           shape.row_tokens, " tokens exceed what cu_seqlens can count (2^31 - 1)");
     check(alignment > 0 && shape.row_tokens % alignment == 0, "a row of ", shape.row_tokens,
-          " tokens is no multiple of the alignment ", alignment);
+          " tokens is not a multiple of the alignment ", alignment);
     const std::int64_t slots = shape.num_rows * shape.slots_per_row();
     check(num_samples <= slots, num_samples, " samples of ", shape.capacity, " tokens for ", slots,
           " slots (", shape.num_rows, " rows of ", shape.row_tokens, ")");
@@ -149,9 +149,9 @@ GatherPlan plan_gather(Span<const Shard> shards, Span<const SampleRef> samples,
     check_shape(shape, options.alignment, samples.size());
     const std::int64_t slots = shape.slots_per_row();
     const std::int64_t slot = shape.row_tokens / slots / options.alignment * options.alignment;
-    check(slot >= shape.capacity, "capacity ", shape.capacity, " is no multiple of the alignment ",
-          options.alignment, " and fills a row of ", shape.row_tokens,
-          "; make the row longer or the alignment smaller");
+    check(slot >= shape.capacity, "capacity ", shape.capacity,
+          " is not a multiple of the alignment ", options.alignment, " and fills a row of ",
+          shape.row_tokens, "; make the row longer or the alignment smaller");
     Planner planner(shards, shape, options);
     for (std::int64_t i = 0; i < shape.num_rows * slots; ++i) {
         const bool ends_row = (i + 1) % slots == 0;

@@ -84,8 +84,7 @@ struct AttentionSegment {
     std::int32_t parent = -1;  // segment of the plan that it continues (kTree)
 };
 
-// A document that adds its loss weights to the tokens on its path. With kTree, piece i is segment
-// i.
+// A document that adds its loss weights to the tokens on its path. In kTree, piece i is segment i.
 struct TreePath {
     const Shard* shard;
     TreeDocument document;  // `last` counts the segments of the plan

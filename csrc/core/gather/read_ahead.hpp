@@ -28,8 +28,7 @@ struct TokenRange {
 std::vector<TokenRange> token_ranges(Span<const Shard> shards, Span<const SampleRef> samples);
 
 // Asks the kernel to read the tokens of these samples ahead, with their labels, weights and
-// columns: a request per range of contiguous pages. Returns the number of bytes. Throws like
-// read_segments.
+// columns: a request per range of contiguous pages. Returns the bytes. Throws like read_segments.
 std::int64_t read_ahead_samples(Span<const Shard> shards, Span<const SampleRef> samples);
 
 }  // namespace megapack

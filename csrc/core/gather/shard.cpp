@@ -28,7 +28,7 @@ Range document_range(const Shard& shard, std::int64_t document) {
     const std::int64_t last = index.document_index(document + 1);
     const auto num_sequences = index.num_sequences();
     check<FormatError>(first >= 0 && first <= last && last <= num_sequences, index.name(),
-                       ": document ", document, " is sequences [", first, ", ", last, ") of ",
+                       ": document ", document, " has sequences [", first, ", ", last, ") of ",
                        num_sequences);
     const std::int64_t itemsize = bytes_of(shard.tokens.type);
     index.require_sequences(first, last);
@@ -55,7 +55,7 @@ Segment read_segment(const Shard& shard, SampleRef ref, std::int64_t s) {
     // Untrusted numbers are compared before they are added: a sum could overflow.
     check_segment(segment.begin >= 0 && segment.begin < document_length && segment.length > 0 &&
                       segment.length <= document_length - segment.begin,
-                  " is tokens [", segment.begin, ", +", segment.length, ") of a document of ",
+                  " has tokens [", segment.begin, ", +", segment.length, ") of a document of ",
                   document_length);
     segment.token_begin = range.begin + segment.begin;
     segment.ends_document = segment.begin + segment.length == document_length;
@@ -119,7 +119,7 @@ void check_shard(const Shard& shard) {
                        "segment_document, segment_begin and segment_length have ",
                        shard.samples.segment_document.size(), ", ",
                        shard.samples.segment_begin.size(), " and ", num_segments,
-                       " elements; they must have equally many", kRemedy);
+                       " elements; the numbers must be equal", kRemedy);
     check<FormatError>(shard.joined.size() == 0 || shard.joined.size() == num_segments,
                        "segment_joined has ", shard.joined.size(), " elements and there are ",
                        num_segments, " segments", kRemedy);

@@ -149,8 +149,7 @@ struct StepView {
     bool excludes(std::int64_t list) const { return list <= num_lists; }
 };
 
-// A sample of an existing shard and its place in the view of the step, which the caller keeps
-// alive.
+// Sample of an existing shard and its place in the view of the step, which the caller keeps alive.
 struct SampleRef {
     std::int64_t shard;
     std::int64_t sample;

@@ -79,8 +79,7 @@ std::vector<std::int64_t> label_tokens(const SampleView& samples, const Integers
     for (std::int64_t i = 0; i < ssize(result); ++i) {
         const Part segments = samples.segments(i);
         for (std::int64_t s = segments.begin; s < segments.end; ++s) {
-            // Unsigned, because numbers of a damaged index may overflow; a wrapped sum never equals
-            // a length.
+            // Unsigned, because damaged numbers may overflow; a wrapped sum never equals a length.
             const std::uint64_t end = static_cast<std::uint64_t>(samples.segment_begin[s]) +
                                       static_cast<std::uint64_t>(samples.segment_length[s]);
             const auto length = static_cast<std::uint64_t>(length_of[s]);

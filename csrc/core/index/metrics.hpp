@@ -19,8 +19,7 @@ struct SegmentTotals {
     Wide sample_squares = 0;                      // sum of (tokens in a sample) squared
 };
 
-// Sums over segments. Does not read document lengths, because these random reads would take most
-// of the time.
+// Sums over segments. Does not read document lengths, since random reads would take most time.
 SegmentTotals measure(const SampleView& samples, std::int64_t num_documents);
 
 // Counts the segments that are whole documents.

@@ -125,8 +125,7 @@ class PoolWriter {
         return place;
     }
 
-    // Finds the documents of the heads; a later head may be cut from the remainder of an earlier
-    // one.
+    // Finds the documents of the heads; a later head may be cut from the rest of an earlier one.
     void resolve_heads(const SortedRests<Id>& sorted) {
         for (std::int64_t h = 0; h < ssize(plan_.heads); ++h) {
             const Head& head = plan_.heads[h];
@@ -361,8 +360,7 @@ Samples<Id, Length> pack_bucket(const Lengths<Length>& lengths, const BucketRule
         run.progress.advance(pool(p).size());
     });
 
-    // Samples are ordered by bucket, then by pool; the largest bucket of a pool starts with the
-    // full chunks.
+    // Samples are ordered by bucket, then by pool; a pool's largest bucket starts with full chunks.
     std::vector<std::vector<std::int64_t>> sample(num_pools), segment(num_pools);
     for (std::int64_t p = 0; p < num_pools; ++p) {
         sample[p] = plans[p].samples_in_bucket;

@@ -12,8 +12,8 @@ namespace megapack {
 template <typename Id, typename Length>
 class StreamCutter {
   public:
-    // Starts `position` tokens into a stream whose first sample is `sample`. The caller opens that
-    // first sample, the cutter opens later ones.
+    // Starts `position` tokens into a stream with the first sample `sample`. The caller opens that
+    // sample; the cutter opens later ones.
     StreamCutter(const Samples<Id, Length>& out, std::int64_t capacity, std::int64_t sample,
                  std::int64_t segment, std::int64_t position)
         : out_(&out),
@@ -52,8 +52,7 @@ class StreamCutter {
     // Appends documents from i on without a branch: whether a document ends a sample is random, and
     // a branch on it would be mispredicted. Every document is written as if the next sample began
     // in it; later documents overwrite the excess, as long as a sample before `last` remains
-    // to be opened. Returns the first document for which that is uncertain, or that spans a whole
-    // sample.
+    // to be opened. Returns the first document for which that is uncertain, or that spans a sample.
     template <typename ItemAt>
     std::int64_t push_before(std::int64_t last, std::int64_t i, std::int64_t end, ItemAt item_at) {
         Id* const document = out_->segment_document.data();

@@ -112,7 +112,7 @@ class MicroBatch {
           initial_wish_(mean_squares / groups.mean_tokens()) {}
 
     // Places a document in the group with the largest `wish` (see update), or opens a group.
-    // Returns false if there is no room.
+    // Returns false if no group has room.
     bool place(const Document& document) {
         const std::int64_t degree = degree_of(document);
         std::int64_t best = kNone, most = std::numeric_limits<std::int64_t>::min();

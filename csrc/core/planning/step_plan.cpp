@@ -75,8 +75,7 @@ class Costs {
     }
 
     std::int64_t kinds() const { return kinds_; }
-    // Cost relative to a power of two near the largest one, so that sums neither overflow nor
-    // vanish.
+    // Cost relative to a power of two near the largest one, so sums neither overflow nor vanish.
     double of(std::int64_t i, std::int64_t k) const { return std::ldexp(given(i, k), -shift_[k]); }
     std::int64_t num_caps() const { return ssize(cap_); }
     std::int64_t cap(std::int64_t k) const { return cap_[k]; }
@@ -254,8 +253,7 @@ Items make_items(Span<const std::int64_t> lengths, const Costs& costs, const Mem
 }
 
 // Sets the costs of every kind, in units of the lower bound of its path: the total divided evenly
-// (in a pipeline by all bins), or the most expensive item, if that is more. So paths are
-// comparable.
+// (in a pipeline by all bins), or the most expensive item if more. So paths are comparable.
 void set_costs(Items& items, const Costs& costs, const Members& members, const StepRules& rules,
                std::int64_t num_micro_batches) {
     const std::int64_t bins =

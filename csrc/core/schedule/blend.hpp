@@ -34,8 +34,7 @@ namespace megapack {
 // log2(sources) + 1. Nothing grows with the positions.
 class Blend {
   public:
-    // Weights are whole numbers that sum to at least 1 and at most 2^62. A source of weight 0 is
-    // never taken.
+    // Weights are whole numbers that sum to at least 1 and at most 2^62. Weight 0: never taken.
     explicit Blend(Span<const std::int64_t> weights);
 
     static constexpr std::int64_t kMaxPosition = std::int64_t{1} << 53;

@@ -12,8 +12,7 @@
 namespace megapack {
 namespace {
 
-// A network of few bits reaches only some orders; up to this size a shuffle takes a microsecond or
-// two.
+// A network of few bits reaches only some orders; up to this size a shuffle takes microseconds.
 constexpr std::int64_t kShuffled = 1024;
 
 class FeistelPermutation {

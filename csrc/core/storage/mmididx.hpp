@@ -121,8 +121,7 @@ void document_offsets(const IndexView& index, std::int64_t itemsize, Span<std::i
 
 // ---- Writing, block by block; `begin` is the first byte or sequence of the block
 
-// out[i] = begin + itemsize * (lengths[0] + ... + lengths[i - 1]); returns `begin` of the next
-// block.
+// out[i] = begin + itemsize * (lengths[0] + ... + lengths[i - 1]); returns the next `begin`.
 std::int64_t scan_lengths(Span<const std::int32_t> lengths, std::int64_t itemsize,
                           std::int64_t begin, Span<std::int64_t> out);
 

@@ -19,7 +19,7 @@ std::vector<Result> for_each_document(Span<const std::uint8_t> text,
     for (std::int64_t i = 0; i + 1 < offsets.size(); ++i) {
         const std::int64_t begin = offsets[i];
         const std::int64_t end = offsets[i + 1];
-        check(begin >= 0 && begin <= end && end <= text.size(), "document ", i, " is bytes [",
+        check(begin >= 0 && begin <= end && end <= text.size(), "document ", i, " has bytes [",
               begin, ", ", end, ") of a text of ", text.size());
         result.push_back(measure(text.subspan(begin, end - begin)));
     }

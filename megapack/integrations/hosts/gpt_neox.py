@@ -50,10 +50,8 @@ LOADERS = ("build_train_valid_test_data_loaders", "build_train_valid_test_data_i
 
 
 class LabeledDocuments(DatasetDocuments):
-    """Documents whose labels are a dataset with one label for each token; negative: no loss.
-
-    Raises IndexMismatchError if the datasets have different numbers of tokens.
-    """
+    """Documents whose labels are a dataset with one label for each token; negative: no loss. Raises
+    IndexMismatchError if the datasets have different numbers of tokens."""
 
     def __init__(self, dataset: IndexedDataset, labels: IndexedDataset) -> None:
         super().__init__(dataset, ignored=[LABELS])
@@ -191,9 +189,7 @@ class NeoXProvider:
                 continue
             block = getattr(self.neox_args, "train_batch_size", None) or manifest.rows_per_block
             if block is None:
-                raise ConfigError(
-                    'train_batch_size is unknown; set "rows_per_block" in the manifest'
-                )
+                raise ConfigError('train_batch_size is unknown: set "rows_per_block" in manifest')
             labeled = any(isinstance(source, LabeledSource) for source in manifest.sources)
             dataset = build_text_rows(
                 manifest,

@@ -64,8 +64,7 @@ class PackedBatches:
         return {self.data_path: {"tokens": tokens}}
 
     def masked_mean(self, loss: Tensor, label_mask: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the sum of losses ``(rows, R)`` divided by ``labels``; replaces nanotron's
-        mean."""
+        """Return the sum of losses ``(rows, R)`` divided by ``labels``: replaces the mean."""
         if self._probed is not None:
             self._probed.append(seen_losses(loss * label_mask, label_mask))
         return (loss * label_mask).sum(dtype=dtype) / self.labels

@@ -181,8 +181,7 @@ class PackedOlmoEvaluator(Evaluator):  # type: ignore[misc]
 
     Rows without labels fill the last batches, so all ranks have the same number. OLMo-core's
     evaluation derives labels from the tokens of a row, so a document that is cut loses the label at
-    the cut. ``loader``: further arguments of ``PackedOlmoLoader``; a rank runs each batch in one
-    forward pass.
+    the cut. ``loader``: arguments of ``PackedOlmoLoader``; a rank runs a batch in one forward pass.
     """
 
     def __init__(self, data_path: str, *, name: str, **loader: Any) -> None:

@@ -67,8 +67,7 @@ class PlannedSteps(Dataset[list[dict[str, Any]]]):
     Args:
         documents: sequence of mappings with ``input_ids`` and optional ``labels`` (the token itself
             or -100, as in datasets of TRL), such as a ``datasets.Dataset``. Read once at start.
-        documents_per_step: documents of all ranks in a step; the last one of an epoch may have
-            fewer.
+        documents_per_step: documents of all ranks in a step; the last of an epoch may have fewer.
         max_tokens_per_rank: maximum tokens of a micro batch of one rank.
         loss: meaning of the weights, see ``StepPlan.loss_weights``.
         shuffle: use a different order in every epoch, from `seed`; False: keep the given order.

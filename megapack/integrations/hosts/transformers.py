@@ -42,7 +42,7 @@ from megapack.data import Batch, PackedDataset, Schedule, check_token_ids, resum
 from megapack.data.batch import MTP_TARGETS
 from megapack.data.report import check_labels
 from megapack.errors import ConfigError, MegapackWarning
-from megapack.integrations.dialects import IGNORED
+from megapack.integrations.dialects import IGNORED, refuse_windows
 from megapack.integrations.host import check_options
 from megapack.integrations.rows.rank_rows import MicroBatches, model_inputs
 from megapack.probe import check_rows
@@ -98,13 +98,12 @@ def check_model(
         embeddings = bare.get_input_embeddings().modules()
         size = next(e.num_embeddings for e in embeddings if hasattr(e, "num_embeddings"))
         check_token_ids(dataset, size)
-        windows = dataset.samples.windows
-        if windows and attention != ATTENTION_NAME and "flash" not in attention:
-            raise ConfigError(
-                f"the run has attention windows {windows}, and attention {attention!r} builds its "
-                "mask from positions, which do not show them: load the model with "
-                f"attn_implementation={ATTENTION_NAME!r} or 'flash_attention_2', or leave "
-                "attention_window out"
+        if attention != ATTENTION_NAME and "flash" not in attention:
+            refuse_windows(
+                dataset.samples.windows,
+                f"attention {attention!r} builds its mask from positions, which do not show them: "
+                f"load the model with attn_implementation={ATTENTION_NAME!r} or "
+                "'flash_attention_2', or",
             )
         trees |= dataset.samples.attention == "tree"
         if longest is None:
@@ -424,8 +423,7 @@ class PackedTrainerMixin:
 
         Replaces all logits with 0. Then the gradient of the loss with respect to the logits of a
         token is negative only for the label that the loss uses, and 0 if it uses none. (With the
-        model's own logits, it vanishes where the model is certain.) A loss fused with the head is
-        not checked.
+        model's own logits, it vanishes where the model is certain.) Fused losses are not checked.
         """
         zeros: list[torch.Tensor] = []
 

@@ -98,7 +98,7 @@ def keep_predecessors(backbone: nn.Module) -> Any:
 class TreeForward:
     """Replaces the forward of a model with TRL's fused head: padded rows are computed as one tree.
 
-    The model takes and returns what it did: ``input_ids``, ``attention_mask``, ``labels`` (rows,
+    Its inputs and outputs do not change: ``input_ids``, ``attention_mask``, ``labels`` (rows,
     length), and per-token results (rows, length - 1). Only ``loss`` is None. Other calls, such as
     those of generation, are unchanged.
 
@@ -170,7 +170,7 @@ class TreeForward:
 
 @contextmanager
 def generating(model: Any) -> Iterator[None]:
-    """Let a model with megapack's attention generate, which takes a cache, with sdpa."""
+    """Let a model with megapack's attention generate with sdpa, since generation uses a cache."""
     bare = bare_model(model)
     bare.set_attn_implementation("sdpa")
     try:
@@ -212,8 +212,7 @@ class TreeDPOMixin:
 
     All pairs of a micro batch (``per_device_train_batch_size``) are one packed prefix tree, for the
     policy and for the reference. Losses, metrics, precomputed reference log-probabilities and
-    evaluation stay those of DPOTrainer. Larger micro batches share more: prompts that occur twice,
-    system prompts.
+    evaluation stay those of DPOTrainer. Larger micro batches share more, such as system prompts.
 
     Raises ConfigError for options and models that prefix trees do not support
     (``check_tree_model``): dropout, images, sequence parallelism, ``padding_free``,

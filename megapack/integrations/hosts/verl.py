@@ -157,7 +157,7 @@ def rearrange_micro_batches(
 def _without_empty(
     lists: list[NDArray[np.int64]], groups: NDArray[np.int64]
 ) -> list[NDArray[np.int64]]:
-    """Move a group of samples from the fullest micro batch to each empty one: verl has none."""
+    """Move a group from the fullest micro batch to each empty one, which verl does not accept."""
     while not all(map(len, lists)):
         empty = next(i for i, numbers in enumerate(lists) if not len(numbers))
         fullest = max(range(len(lists)), key=lambda i: len(np.unique(groups[lists[i]])))
@@ -184,8 +184,7 @@ class SFTRows(Dataset[dict[str, Tensor]]):
         parquet_files: ``data.train_files`` or ``val_files``: instead of parquet a manifest, a shard
             manifest or the prefix of a dataset (``megapack.integrations.rows.open_rows``).
         config: verl's ``data``. ``+data.probe=False`` switches ``probe_worker`` off.
-        max_samples: rows of the run (``data.train_max_samples``), cut to whole steps; -1: one
-            epoch.
+        max_samples: rows of the run (``data.train_max_samples``), in whole steps; -1: one epoch.
     """
 
     def __init__(

@@ -5,8 +5,8 @@
     trainer.balance_batch=False                # rollouts of a prompt stay on one rank
 
 ``install`` changes the FSDP engine of policies: log-probabilities of old and reference policy and
-the update forward one tree per micro batch. Entropies, losses and metrics stay verl's, which sees
-the layout that it knows: nested tensors by sample. Critics are unchanged. With
+the update forward one tree per micro batch. Entropies, losses and metrics stay verl's, in its own
+layout: nested tensors by sample. Critics are unchanged. With
 ``use_dynamic_bsz``, ``max_token_len_per_gpu`` limits the tokens of the tree, and samples that share
 a prefix meet in one micro batch.
 

@@ -156,7 +156,7 @@ class RowDataset(GatheredRows, Dataset[dict[str, Tensor]]):
     Args:
         order: order of buckets, a name of ``megapack.data.ORDERS``.
         num_rows: number of rows; None: one epoch, rounded up to a whole block.
-        finite: every sample once, whatever the source weights; further rows are empty.
+        finite: every sample once, for any source weights; further rows are empty.
     """
 
     def __init__(
@@ -207,8 +207,7 @@ class RowDataset(GatheredRows, Dataset[dict[str, Tensor]]):
         return self._block(self._check(i) // self.options.rows_per_block).step.bucket
 
     def samples_of(self, i: int) -> NDArray[np.int64]:
-        """Return the sample ids of row ``i``, int64 (row // capacity,), or fewer in a finite
-        set."""
+        """Return the sample ids of row ``i``, int64 (row // capacity,), fewer in a finite set."""
         block, within = divmod(self._check(i), self.options.rows_per_block)
         step, places = self._block(block)
         samples: NDArray[np.int64] = step.sample_ids[places[within][places[within] >= 0]]

@@ -154,8 +154,7 @@ def default_buckets(sequence_length: int, align: int = 1) -> tuple[int, ...]:
 # ---- The sample index of a source: built once, found by content
 # The name of a cached file contains a digest of everything that determines its content: the layout
 # of the documents (not their path or date), the range of documents, strategy, parameters,
-# capacities, seed and alignment. A changed dataset or option changes the name, so no stale file is
-# opened.
+# capacities, seed and alignment. A changed dataset or option changes the name: no file is stale.
 
 VERSION = 2  # part of every digest: increment it when the same recipe yields different samples
 BUILD_TIMEOUT = 3600.0  # seconds that ranks wait for the rank that builds
@@ -285,13 +284,11 @@ def open_rows(
     MegapackError or OSError for sources that cannot be read or packed.
 
     Args:
-        manifest: its seed, rows_per_block, align and cache_directory take precedence over those of
-            the host.
+        manifest: its seed, rows_per_block, align and cache_directory override those of the host.
         datasets: ``open_documents(manifest)``.
         split: part of every source's documents, as fractions; (0.99, 1.0) is the last percent.
             Stages and fill-in-the-middle apply only to a part that begins with the first document
-            (training); other parts (validation, test) use the sources and weights of the manifest
-            throughout.
+            (training); others (validation, test) always use the manifest's sources and weights.
         num_rows, finite: see ``RowDataset``. A finite set ignores the manifest's rows_per_block,
             stages and attention window.
         cache_directory: that of the host; None: ``megapack-cache`` in the folder of the first
@@ -393,8 +390,7 @@ def _given_index(
     if not whole:
         raise ConfigError(
             f"source {source.title!r} has index {source.index}, which contains all documents, and "
-            "the host's split takes a part: give all documents to one split (--split 100,0,0), or "
-            "leave out index"
+            "the host's split takes a part: use one split (--split 100,0,0), or leave out index"
         )
     index = dataset.shard_index or source.open_index()
     if index.alignment % options.align:

@@ -93,12 +93,9 @@ class RankRows:
                 "batch: choose sizes whose product divides it"
             )
         check_columns(rows.packed.columns, dialect)
-        if dialect.restart and rows.packed.samples.windows:
-            raise ConfigError(
-                f"the manifest has attention windows {rows.packed.samples.windows}, but "
-                f"{dialect.name} finds boundaries by positions, which do not show windows: leave "
-                "attention_window out"
-            )
+        if dialect.restart:
+            reason = f"{dialect.name} finds boundaries by positions, which do not show windows:"
+            dialects.refuse_windows(rows.packed.samples.windows, reason)
 
     @property
     def rows_per_micro_step(self) -> int:

@@ -1,8 +1,7 @@
 """Rows for GPT-NeoX and Megatron-DeepSpeed: ``text``, ``label`` and extra keys.
 
 - ``build_text_rows``: a data path and a split -> ``TextRowDataset``.
-- ``hand_over_boundaries``: replaces host functions so that boundaries, positions and mask reach the
-  model.
+- ``hand_over_boundaries``: replaces host functions so boundaries, positions, mask reach the model.
 - ``EvaluationLoss``: finite validation and test sets, with a loss that is a mean over all labels.
 - ``split_bounds``, ``manifest_of_list``, ``shared_rows``: parsers of the hosts' arguments.
 
@@ -328,8 +327,7 @@ def build_text_rows(
         num_rows: number of rows; None: ``num_epochs`` epochs (None: 1).
         cache_directory: see ``open_rows``.
         dialect, varlen: see ``TextRowDataset``.
-        times: repetitions of a finite set, every document once (ignores num_rows); None: not
-            finite.
+        times: repetitions of a finite set, each document once (ignores num_rows); None: not finite.
     """
     if split[0] == split[1] or num_rows == 0:
         return None
@@ -341,11 +339,11 @@ def build_text_rows(
         finite=times is not None,
         cache_directory=cache_directory,
     )
-    if not varlen and rows.packed.samples.windows:
-        raise ConfigError(
-            f"the manifest has attention windows {rows.packed.samples.windows}, and the host's "
-            "attention treats a row as one sequence: switch on its flash attention, which gets "
-            "boundaries (varlen=True), or leave attention_window out"
+    if not varlen:
+        dialects.refuse_windows(
+            rows.packed.samples.windows,
+            "the host's attention treats a row as one sequence: switch on its flash attention, "
+            "which gets boundaries (varlen=True), or",
         )
     if num_rows is None and times is None:
         rows.num_rows = rows.rows_per_epoch * (num_epochs or 1)

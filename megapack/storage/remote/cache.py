@@ -94,8 +94,7 @@ class RangeLocks:
         waiting: Callable[[], object] = raise_if_ending,
     ) -> Iterator[None]:
         """Wait for numbers ``[first, first + count)`` of a name, and lock them exclusively during
-        the ``with`` block. ``waiting`` is called repeatedly meanwhile and may raise to end the
-        wait."""
+        the ``with`` block. ``waiting`` is called repeatedly meanwhile; it may raise."""
         while True:
             with self.if_free(name, first, count) as free:
                 if free:
@@ -122,8 +121,8 @@ class RangeLocks:
                     fcntl.lockf(self._file, fcntl.LOCK_UN, count, begin)
 
     def share(self, name: str) -> None:
-        """Wait until nobody holds a name exclusively, then share it until this process ends or has
-        called ``give_back`` once per ``share``."""
+        """Wait for the end of an exclusive lock on a name, then share it until this process ends or
+        has called ``give_back`` once per ``share``."""
         numbers = range(_begin(name), _begin(name) + 1)
         while True:
             with self._mutex:
@@ -179,11 +178,9 @@ _FETCH_POLL_SECONDS = 1.0
 
 
 class Patience:
-    """Timeout and log lines of a waiting reader.
-
-    ``what`` returns a description of the awaited data, such as "block 7 (bytes [...)) of
-    s3://..."; ``moved`` returns a value that changes whenever there is progress.
-    """
+    """Timeout and log lines of a waiting reader. ``what`` returns a description of the awaited
+    data, such as "block 7 (bytes [...)) of s3://..."; ``moved`` returns a value that changes
+    whenever there is progress."""
 
     def __init__(self, what: Callable[[], str], moved: Callable[[], object]) -> None:
         self._what, self._moved = what, moved
@@ -233,10 +230,8 @@ Blocks: TypeAlias = NDArray[np.int64]  # block numbers, sorted and unique
 
 class Chunks:
     """Files of ``CHUNK_BLOCKS`` blocks each, in a folder next to ``path``, of a .bin or .col.
-
     Chunks from before the last boot of the machine may be incomplete on the disk: they are ignored,
-    and removed when the entry is used again.
-    """
+    and removed when the entry is used again."""
 
     def __init__(self, path: Path) -> None:
         self.folder = path.with_name(f"{path.name}.{_boot()}")
@@ -331,9 +326,7 @@ def open_cache() -> Cache:
     except ConfigError as error:
         raise ConfigError(f"MEGAPACK_CACHE_SIZE: {error}") from error
     if limit is not None and limit < SMALLEST_SIZE:
-        raise ConfigError(
-            f"MEGAPACK_CACHE_SIZE is {text!r}; it must be at least {size(SMALLEST_SIZE)}"
-        )
+        raise ConfigError(f"MEGAPACK_CACHE_SIZE is {text!r}; the least is {size(SMALLEST_SIZE)}")
     opened = _open_cache(os.path.realpath(directory), os.getpid())
     opened.limit = limit
     return opened

@@ -89,7 +89,7 @@ def retry_seconds() -> float:
 
 def raise_if_ending() -> None:
     if ending.is_set():
-        raise RuntimeError("the program ends")
+        raise RuntimeError("the program is ending")
 
 
 class WrongBytesError(Exception):
@@ -113,8 +113,7 @@ class RemoteObject:
     def read(
         self, begin: int, end: int, check: Callable[[memoryview], object] = lambda _: None
     ) -> memoryview:
-        """Return bytes ``[begin, end)``, with retries; ``check`` raises WrongBytesError if they are
-        damaged.
+        """Return bytes ``[begin, end)``, with retries; ``check`` raises WrongBytesError for damage.
 
         Raises FormatError if the object was replaced or its bytes are repeatedly wrong; ConfigError
         if the store refuses the request (credentials are missing, expired or not sufficient, ...);

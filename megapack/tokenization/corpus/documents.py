@@ -1,7 +1,6 @@
 """Documents after reading and before tokenization.
 
-- ReadOptions: keys under which files contain documents; ``key_path``, ``key_names``: nested keys
-  (``a.b``)
+- ReadOptions: keys of documents in files; ``key_path``, ``key_names``: nested keys (``a.b``)
 - TextBlock: many documents as one flat UTF-8 buffer; readers yield it, tokenizers take it
 - Place, Faults: counts of faulty documents by kind, and the places of a few
 - parse_split, ordered_split, hashed_split: training, validation and test documents
@@ -319,11 +318,8 @@ def ordered_split(weights: Sequence[float], num_documents: int) -> list[range]:
 
 
 def hashed_split(weights: Sequence[float], hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Return the split of every document (int64) from its hash (uint64).
-
-    Hashes are uniform, so the shares follow the weights. A document keeps its split when the corpus
-    grows or changes its order.
-    """
+    """Return the split of every document (int64) from its hash (uint64). Hashes are uniform, so the
+    shares follow the weights. A document keeps its split when the corpus grows or is reordered."""
     bounds = np.array(_bounds(weights)[1:-1])
     # A double holds integers of up to 53 bits exactly.
     fractions = (hashes >> np.uint64(11)).astype(np.float64) / 2.0**53

@@ -1,5 +1,4 @@
-"""Paths and patterns from the user -> the files of a corpus, in an order that depends on names
-only.
+"""Paths and patterns from the user -> the files of a corpus, ordered by their names only.
 
 - InputFile, Piece: a file with its size and time when the build was planned; a part of it
 - find_inputs: files, globs and folders -> input files; reports files that it does not take
@@ -106,8 +105,7 @@ def _format_of(path: str) -> tuple[Format, Compression]:
         _refuse_mds(path)
     if suffix in _NOT_READ or (format in TABLES and compression):
         raise ConfigError(
-            f"{path}: only .gz and .zst are supported, and only of text and JSON Lines; decompress "
-            "it first"
+            f"{path}: only .gz and .zst are supported, only of text and JSON Lines; decompress it"
         )
     return format, compression
 
@@ -568,9 +566,7 @@ class _WholeFrames:
         data = self._raw.read(size)
         between_frames = self._next == _BETWEEN_FRAMES and not self._header
         if not data and size and not between_frames:
-            raise DataError(
-                f"{self._path} is truncated (it ends inside a frame); download it again"
-            )
+            raise DataError(f"{self._path} is truncated (it ends in a frame); download it again")
         position = 0
         while position < len(data):
             skipped, length = self._next

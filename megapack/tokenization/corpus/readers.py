@@ -68,8 +68,6 @@ def plan_shards(files: Sequence[InputFile], *, shard_bytes: int, json_key: str) 
 
     Plain JSON Lines files are cut at any byte (readers skip to the next line), parquet files
     between row groups, Arrow files between record batches. Other files are not cut, so a shard may
-    be larger than ``shard_bytes``.
-
     be larger than ``shard_bytes``. Raises ConfigError if ``shard_bytes`` is not positive, and
     DataError if a parquet or Arrow file is damaged.
     """
@@ -284,7 +282,7 @@ def _line_detail(line: bytes, options: ReadOptions) -> str:
     wanted = list if options.values == "lists" else str
     if not isinstance(value, wanted):
         return f"{options.json_key!r} is {json_kind(value)}, not {json_kind(wanted())}"
-    return "it has half a surrogate pair, over 900 nested values, or a split key that is no scalar"
+    return "it has half a surrogate pair, over 900 nested values, or a non-scalar split key"
 
 
 _SEARCH_BYTES = 1 << 16

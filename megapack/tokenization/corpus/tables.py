@@ -226,9 +226,7 @@ def _chats(column: Any, extra: dict[str, list[str]], key: str, path: str) -> Any
     """Return conversations as JSON, as .jsonl files contain it; null for rows without one."""
     pyarrow = require("pyarrow", f"reading {path}")
     if not str(column.type).startswith(_LIST_TYPES):
-        raise DataError(
-            f"{path}: column {key!r} has type {column.type}; it must have lists of messages"
-        )
+        raise DataError(f"{path}: column {key!r} has type {column.type}, not lists of messages")
     messages = ["" if row == "null" else row for row in _as_json(column)]
     chats = [chat or None for chat in chats_of(messages, extra)]
     return pyarrow.array(chats, pyarrow.large_string())

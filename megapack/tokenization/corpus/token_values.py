@@ -152,8 +152,7 @@ class TokenValues:
             spans: returns the characters of each token of ``text`` (``Encoder.spans``).
 
         Raises:
-            DataError: ``value`` has a different form, the wrong number of rows, or a row that does
-                not fit the type.
+            DataError: ``value`` has another form or number of rows, or a row of another type.
         """
         content = read_value(value, folder)
         filled = np.tile(self.spec.fill_row, (num_tokens, 1)).view(self.spec.numpy_dtype)

@@ -61,10 +61,7 @@ OPTIONS = {"inputs": "input", "suffixes": "suffix", "columns": "column"}
 
 @dataclass(frozen=True, kw_only=True)
 class BuildConfig:
-    """Options of a build.
-
-    The bytes of the result depend only on the first three groups and on the input files.
-    """
+    """Options of a build. The result depends only on the first three groups and the input files."""
 
     # Input.
     inputs: tuple[str, ...]
@@ -356,7 +353,7 @@ class Plan:
         }
         if dataset.endswith(GROUPS):
             del metadata["tokenizer"]
-            metadata["groups"] = "a document of one number for each: the group that it is of, or -1"
+            metadata["groups"] = "one number per document: its group, or -1"
             return {"dtype": np.int64, "allow_negative": True, "metadata": metadata}
         for key, token in (("document_begin_token", self.bos), ("document_end_token", self.eod)):
             if token is not None:

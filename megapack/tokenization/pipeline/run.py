@@ -51,16 +51,16 @@ class Progress(Protocol):
         """Print a sentence for the user."""
 
     def start(self, num_bytes: int, num_shards: int, disk_bytes: int) -> None:
-        """About ``num_bytes`` of text will be read, and shards of ``disk_bytes`` written."""
+        """Start: ``num_bytes`` of text to read, about ``disk_bytes`` of shards to write."""
 
     def advance(self, more: Counted) -> None:
-        """More documents, bytes of text and tokens are done."""
+        """Add finished documents, bytes of text and tokens."""
 
     def join(self, done: int, total: int) -> None:
-        """``done`` of ``total`` parts of the result are copied."""
+        """Report that ``done`` of ``total`` parts of the result are copied."""
 
     def stop(self) -> None:
-        """All shards are done, or the build failed."""
+        """Stop: all shards are done, or the build failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ class Preview:
 
 
 def preview(config: BuildConfig, progress: Progress) -> Preview:
-    """Plan a build, look at its files, and write nothing. Raises as ``build`` before a shard."""
+    """Plan a build, look at its files, and write nothing. Raises like ``build``."""
     plan = make_plan(config, _inputs(config, progress), progress.note)
     workspace = Workspace(plan)
     return Preview(

@@ -207,7 +207,7 @@ class Workspace:
             del now[key]
         if now["inputs"] != before["inputs"] and self._has_contents(before):
             now["inputs"] = before["inputs"]  # only times or paths differ
-        # "skip" accepts both results; "fail" accepts one without dropped documents.
+        # "skip" reuses any finished build; "fail" reuses one that dropped no documents.
         if now["on_error"] == "skip" or not lacks_documents(before["skipped"]):
             del now["on_error"]
         return differences(before, now)
@@ -328,9 +328,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     if not isinstance(content, dict) or not _FORMAT.items() <= content.items():
-        raise FormatError(
-            f"{path} is not a plan of this version of megapack; start over with --overwrite"
-        )
+        raise FormatError(f"{path} is not a plan of this version; start over with --overwrite")
     return content
 
 

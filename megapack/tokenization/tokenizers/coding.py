@@ -9,8 +9,7 @@
     coder.code(TextBlock.of_texts(["a", "bc"]), Faults())
     # -> tokens [257, 97, 256, 257, 98, 99, 256], offsets [0, 3, 7]
 
-Labels are aligned with the tokens, not shifted. A label is the token's id if it carries loss, else
--100.
+Labels are aligned with the tokens, not shifted. A label is the token's id, or -100 without loss.
 """
 
 from __future__ import annotations

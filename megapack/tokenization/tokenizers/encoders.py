@@ -84,7 +84,7 @@ class Encoder(abc.ABC):
         if outside:
             raise DataError(
                 f"token id {outside[0]} is outside the {size:,} ids of {self._files.name}: "
-                "give the tokenizer that made it"
+                "give the tokenizer that made the ids"
             )
         return self._decode(list(ids))
 
@@ -174,7 +174,7 @@ class _SentencePiece(Encoder):
             pieces = self._processor.Encode(text, out_type="immutable_proto").pieces
             pairs = [(piece.begin, piece.end) for piece in pieces]
         spans = np.array(pairs, np.int64).reshape(-1, 2)
-        # The space that a model puts before a text has no character: report the next one.
+        # A space added before the text has no character: report the one after it.
         return np.stack([spans[:, 0], np.maximum(spans[:, 1], spans[:, 0] + 1)], axis=1)
 
     def _decode(self, ids: list[int]) -> str:
@@ -266,7 +266,7 @@ class _Gigatoken(Encoder):
 
     def encode(self, block: TextBlock) -> Encoded:
         if resident_bytes() > self._ceiling:
-            del self._tokenizer  # before loading: memory must not hold two
+            del self._tokenizer  # first: two tokenizers might not fit in memory
             self._load()
         texts = self._array(block)
         with without_panics():

@@ -41,14 +41,12 @@ def run_limited(
     num_bytes: int,
     batch: int = 64,
 ) -> Iterator[T]:
-    """Yield ``function`` of every argument, computed in a child process, which closing the iterator
-    ends.
+    """Yield ``function`` of every argument, computed in a child process until the iterator closes.
 
     ``seconds`` limits the CPU time per argument (``renew_time_limit`` restarts it), ``num_bytes``
     the child's memory in addition to what this process has mapped. ``batch`` is the number of
     results per message: a message costs as much as several short conversations. Raises LimitError
-    if the child exceeded a limit or died at the next argument, and any exception that ``function``
-    raises.
+    if the child exceeded a limit or died at the next argument, and the exceptions of ``function``.
     """
     reader, writer = multiprocessing.Pipe(duplex=False)
     with warnings.catch_warnings():
@@ -143,4 +141,4 @@ def _reason(status: int, seconds: float) -> str:
         return f"it does not end within {_WALL_FACTOR * seconds:g} s"
     if number == signal.SIGKILL:
         return "the system killed its process; the usual reason is memory"
-    return "it ended the process that tried it"
+    return "the process that ran it exited"

@@ -113,10 +113,8 @@ def _trial(files: TokenizerFiles) -> str | None:
 
 
 def sample_blocks(shards: Sequence[Shard], read: ReadOptions) -> list[TextBlock]:
-    """Return the first documents of a few shards across the corpus, half a megabyte in all.
-
-    Texts are cut to this size; conversations are not, because a part of their JSON is invalid.
-    """
+    """Return the first documents of a few shards across the corpus, half a megabyte in all. Texts
+    are cut to this size; conversations are not, because a part of their JSON is invalid."""
     chosen = shards[:: max(1, len(shards) // _SAMPLE_SHARDS)][:_SAMPLE_SHARDS]
     blocks = []
     for shard in chosen:

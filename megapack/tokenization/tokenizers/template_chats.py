@@ -3,7 +3,7 @@
 - TemplateChats: conversations -> tokens, and which of them carry loss
 - template_keys: keys of a document that are read in addition to its messages
 
-The template's ``{% generation %}`` marks tell which text the assistant wrote. Without marks, the
+The template's ``{% generation %}`` marks show the assistant's text. Without marks, the
 conversation is rendered with and without each answer; the difference is the answer:
 
     up to the answer, with a generation prompt    <user>hi<end>\\n<assistant>
@@ -89,9 +89,7 @@ class TemplateChats:
         tools = extra[_TOOLS] is not None and "tool_use" in self._templates
         template = self._templates["tool_use" if tools else "default"]
         if extra[_TOOLS] and _TOOLS not in template.variables:
-            raise DataError(
-                "the chat template does not read its tools; ignore them with --tools-key ''"
-            )
+            raise DataError("the chat template reads no tools; ignore them with --tools-key ''")
         variables = {**self._fixed, **extra}
 
         def render(messages: Sequence[Message], *, prompt: bool = False) -> Rendered:

@@ -86,11 +86,9 @@ class SpecialToken:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerFiles:
-    """A tokenizer on disk. It is small, because every worker receives a copy.
-
-    ``vocab_size`` is the largest id plus 1, added tokens included. ``digest`` is xxh3-128 of the
-    tokenizer's files; builds with equal digests can be joined.
-    """
+    """A tokenizer on disk. It is small, because every worker receives a copy. ``vocab_size`` is the
+    largest id plus 1, added tokens included. ``digest`` is xxh3-128 of the tokenizer's files;
+    builds with equal digests can be joined."""
 
     kind: Kind
     name: str  # as given by the user
@@ -270,7 +268,7 @@ def _read_json(path: Path, digests: dict[str, str]) -> dict[str, Any]:
     try:
         return dict(json.loads(_read(path, digests)))
     except (ValueError, TypeError, RecursionError) as error:
-        raise FormatError(f"{path} is not valid JSON, or no mapping ({error})") from error
+        raise FormatError(f"{path} is not valid JSON, or not a mapping ({error})") from error
 
 
 def _read_config(directory: Path, digests: dict[str, str]) -> dict[str, Any]:
@@ -430,8 +428,7 @@ def _gpt2_definition(
 def library_versions(backend: str, *, template: bool = False) -> dict[str, str]:
     """Return the versions of packages that determine the ids: package -> version. megapack's entry
     changes when megapack itself gives different ids. ``backend`` comes from ``choose_backend``;
-    ``template``: a chat template renders conversations. Raises MegapackError if a package is
-    missing."""
+    ``template``: with a chat template. Raises MegapackError if a package is missing."""
     packages = {name for name in backend.split("+") if name != "bytes"}
     if template:
         packages |= {"tokenizers", "jinja2"}

@@ -162,7 +162,7 @@ def describe_reduction(
         return f"{chosen}; {every}, during the backward"
     if engine.precision == "fp32" and engine.stage:
         return f"{chosen}; {once}, during the last backward"
-    late = f"{chosen}; {once}, after the last backward, which does not hide it"
+    late = f"{chosen}; {once}, after the last backward, without overlap"
     if engine.stage == 0:
         return late
     return f"{late} (stage 2 reduces in each of {micro_steps} micro steps, during the backward)"

@@ -94,11 +94,8 @@ class RunDirectory:
     @contextmanager
     def held(self, world: World) -> Iterator[None]:
         """Lock the directory against other runs; collective. Raises LockedError, which names the
-        other run.
-
-        The kernel releases the first rank's lock when the process exits. ``end.json`` contains
-        "running" until the run ends, and still does after a SIGKILL.
-        """
+        other run. The kernel releases the first rank's lock when the process exits. ``end.json``
+        contains "running" until the run ends, and still does after a SIGKILL."""
         world.on_first(self._hold)
         self._is_held = True
         try:
@@ -206,12 +203,9 @@ class FileFacts:
     xxh3: str
 
     def problem(self, path: Path, verify: Verify, progress: Callable[[], object]) -> str | None:
-        """Return how the file at ``path`` differs, as a predicate ("is missing"); None if it is
-        equal.
-
+        """Return how the file at ``path`` differs, as a predicate ("is missing"); None: equal.
         ``size`` does not detect other bytes of the same length; ``checksum`` reads the file and
-        calls ``progress`` for every part.
-        """
+        calls ``progress`` for every part."""
         try:
             size = path.stat().st_size
         except OSError:
@@ -242,11 +236,8 @@ class CheckpointManifest:
 
     @staticmethod
     def read(directory: Path, path: Path | None = None) -> CheckpointManifest:
-        """Read the manifest of checkpoint ``directory``, whose name states its step, or from
-        ``path``.
-
-        Raises ResumeError if it cannot be read, is damaged, or belongs to another step.
-        """
+        """Read the manifest of checkpoint ``directory``, whose name has its step, or from ``path``.
+        Raises ResumeError if it cannot be read, is damaged, or belongs to another step."""
         path = path or directory / MANIFEST
         try:
             manifest = read_record(CheckpointManifest, path, remedy=_REMEDY, error=ResumeError)

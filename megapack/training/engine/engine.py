@@ -306,11 +306,9 @@ def master_pieces(engine: Any) -> Pieces:
 
 
 class WeightAverage:
-    """Exponential average of an engine's weights, in float32, from the initial weights on.
-
-    An update is ``average = decay * average + (1 - decay) * weights``: with decay 0.9, a weight of
-    1.0 that becomes 2.0 gives 1.1, 1.19, 1.271. All methods but ``update`` are collective.
-    """
+    """Exponential average of an engine's weights, in float32, from the initial weights on. An
+    update is ``average = decay * average + (1 - decay) * weights``: with decay 0.9, a weight of 1.0
+    that becomes 2.0 gives 1.1, 1.19, 1.271. All methods but ``update`` are collective."""
 
     def __init__(self, engine: Any, decay: float) -> None:
         self.decay, self._engine = decay, engine

@@ -80,7 +80,6 @@ class Inputs(OpenRun):
 
     @property
     def held_out(self) -> list[PackedDataset]:
-        """All validation data."""
         return [*([] if self.valid is None else [self.valid]), *self.valid_sources.values()]
 
     def loader(

@@ -48,8 +48,7 @@ class Mirror:
     ``<address>/<tag>.manifest.json``, without which a checkpoint does not count. If an upload is
     still running at the next checkpoint, the mirror skips that one, but never the last of a run. It
     removes checkpoints that the directory no longer has. A failed upload logs a warning. The first
-    run that uploads to a store, or restores from it, owns it: the mirror of another run changes
-    nothing there.
+    run that uploads to a store, or restores from it, owns it: mirrors of other runs change nothing.
 
     Args:
         progress: progress of this rank, updated while it waits for files; None: ignored.

@@ -27,11 +27,9 @@ T = TypeVar("T")
 
 
 class RankProgress:
-    """Progress of this process, in two counters.
-
-    ``count`` advances at places that all ranks reach equally often; ``signs`` advances in between,
-    where the amount of work differs by rank. ``place`` describes the last place in words.
-    """
+    """Progress of this process, in two counters. ``count`` advances at places that all ranks reach
+    equally often; ``signs`` advances in between, where the amount of work differs by rank.
+    ``place`` describes the last place in words."""
 
     def __init__(self) -> None:
         self.count, self.signs, self.place = 0, 0, "the start"

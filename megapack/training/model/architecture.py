@@ -108,9 +108,7 @@ def _new_configuration(config: ModelConfig, vocab_size: int) -> Any:
         before = AutoConfig.for_model(kind)
     except Exception as error:  # from the validators of its class
         text = " ".join(str(error).split())
-        raise ConfigError(
-            f"model.config: model_type {kind} has no configuration: {text}"
-        ) from error
+        raise ConfigError(f"model.config: model_type {kind} is unsupported: {text}") from error
     _check_decoder(before)
     if config.config is not None:
         before = _overridden(values.copy(), before, make, where="model.config")
@@ -185,16 +183,13 @@ def _remove_dropout(configuration: Any, given: Collection[str] = ()) -> None:
 
 
 def _check_decoder(configuration: Any) -> None:
-    """Raise ConfigError unless the model is a text decoder with equal attention sizes in all
-    layers."""
+    """Raise ConfigError unless the model is a text decoder with equal attention sizes per layer."""
     names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim")
     kind = f"model: architecture {configuration.model_type!r}"
     try:
         *sizes, _ = (getattr(configuration, name, None) for name in names)
     except RuntimeError as error:  # sizes differ between layers
-        raise ConfigError(
-            f"{kind} cannot be trained here: {' '.join(str(error).split())}"
-        ) from error
+        raise ConfigError(f"{kind} cannot be trained: {' '.join(str(error).split())}") from error
     for name, size in zip(names, sizes, strict=False):
         if not isinstance(size, int):
             raise ConfigError(f"{kind} has no {name}; it must be a text decoder with attention")

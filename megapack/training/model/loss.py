@@ -86,8 +86,7 @@ def linear_cross_entropy(
     Returns:
         The scaled and weighted sum, a scalar; the cross entropy of every position, ``[T]``; and its
         divergence, ``[T]``, None without a teacher. The last two are unscaled, unweighted, without
-        a gradient, and 0 without a label (or teacher). All are float32 (float64 for float64
-        inputs).
+        a gradient, 0 without a label (or teacher). All are float32 (float64 for float64 inputs).
     """
     kind = hidden.device.type
     compute = weight.dtype
@@ -117,13 +116,9 @@ def linear_cross_entropy(
 def top_log_probabilities(
     hidden: Tensor, weight: Tensor, k: int, *, softcap: float = 0.0, chunk_tokens: int = 2048
 ) -> tuple[Tensor, Tensor]:
-    """Return the k most likely tokens of every position and their log-probabilities, best first.
-
-    Args: as in ``linear_cross_entropy``; ``weight`` has at least k rows.
-
-    Returns:
-        ids ``[T, k]`` int32, log-probabilities ``[T, k]`` float32 (float64 for float64 inputs).
-    """
+    """Return the k most likely tokens of every position, best first: ids ``[T, k]`` int32, and
+    log-probabilities ``[T, k]`` float32 (float64 for float64 inputs). Arguments are those of
+    ``linear_cross_entropy``; ``weight`` has at least k rows."""
     ids = hidden.new_empty(len(hidden), k, dtype=torch.int32)
     best = hidden.new_empty(len(hidden), k, dtype=_accumulator(hidden))
     for begin in range(0, len(hidden), chunk_tokens):
@@ -144,8 +139,7 @@ def _loss_and_slope(
     z_loss: float,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """Return cross entropies, trained losses and divergences, ``[chunk]``, and the derivative of
-    the trained losses with respect to the logits, ``[chunk, vocabulary]``, which overwrites
-    ``logits``."""
+    the trained losses with respect to the logits, ``[chunk, vocabulary]``, in ``logits``."""
     squashed = torch.tanh(logits / softcap) if softcap else None
     scores = logits if squashed is None else squashed * softcap
     real = labels != IGNORED_LABEL
@@ -286,21 +280,13 @@ def _accumulator(hidden: Tensor) -> torch.dtype:
 def _linear_cross_entropy_fake(
     hidden: Tensor,
     weight: Tensor,
-    labels: Tensor,
-    label_weights: Tensor | None,
+    _labels: Tensor,
+    _label_weights: Tensor | None,
     teacher: Sequence[Tensor],
     *,
-    alpha: float,
-    temperature: float,
-    scale: float,
-    softcap: float,
-    z_loss: float,
-    chunk_tokens: int,
     gradients: bool,
-    fused: bool,
+    **_options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    del labels, label_weights, alpha, temperature
-    del scale, softcap, z_loss, chunk_tokens, fused
     loss = hidden.new_empty((), dtype=_accumulator(hidden))
     losses = hidden.new_empty(hidden.shape[:1], dtype=loss.dtype)
     divergences = losses.new_empty(losses.shape if teacher else (0,))

@@ -115,7 +115,7 @@ def estimate_memory(
 def _activations(
     model: TrainingModel, config: PretrainConfig, longest: int
 ) -> tuple[tuple[int, int], int, int]:
-    """Return bytes besides parameters: at the loss (activations, temporaries), at the peak of
+    """Return bytes without parameters: at the loss (activations, temporaries), at the peak of
     the forward and backward passes, and on the host."""
     engine, num_tokens = config.engine, config.data.micro_batch_tokens
     # torch has no grouped matmul for fake float32 tensors: count in bfloat16, and double it.

@@ -46,8 +46,8 @@ from megapack.training.model.training_model import TrainingModel
 
 
 def num_chunks(num_tokens: int, chunk_tokens: int) -> int:
-    """Return the number of chunks that ``torch.chunk`` makes: at most ``chunk_tokens`` each, equal
-    but for the last."""
+    """Return the number of chunks that ``torch.chunk`` makes: at most ``chunk_tokens`` each, all
+    equal except the last."""
     size = -(-num_tokens // -(-num_tokens // chunk_tokens))
     return -(-num_tokens // size)
 
@@ -212,17 +212,16 @@ def check_routes(configuration: Any, columns: Mapping[str, Any]) -> None:
         )
     if column.of != "token" or "int" not in column.dtype or tuple(column.shape) != shape:
         raise ConfigError(
-            f"column {COLUMN!r} is {column.dtype} {list(column.shape)} of {column.of}, and "
-            f"{configuration.model_type!r} replays int16 {list(shape)} of token (layers with "
-            "experts, experts per token): record it with this architecture"
+            f"column {COLUMN!r} is {column.dtype} {list(column.shape)} of {column.of}; "
+            f"{configuration.model_type!r} needs int16 {list(shape)} (layers with experts, experts "
+            "per token) of token: record it with this architecture"
         )
 
 
 def check_slices(
     configuration: Any, *, backend: str, group: Any, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Check with ``check_sequence_parallel`` that slices of samples train an architecture
-    correctly."""
+    """Check with ``check_sequence_parallel`` that an architecture trains correctly on slices."""
     check_sequence_parallel(
         configuration,
         backend=backend,
@@ -312,8 +311,7 @@ def build_model(
 
 
 # From scratch, ZeRO-3 divides the same weights as an undivided model has with the same seed: every
-# module is created and initialized whole, on all ranks in the same order and from the same random
-# numbers.
+# module is created and initialized whole, on all ranks in one order, from equal random numbers.
 
 
 @contextmanager

@@ -35,7 +35,7 @@ from megapack.attention import (
 from megapack.attention.routes import COLUMN
 from megapack.attention.transformers_interface import add_segment_numbers
 from megapack.data import Batch
-from megapack.data.batch import slot_tokens
+from megapack.data.batch import last_slot
 from megapack.training.config import DistillConfig, EngineConfig
 from megapack.training.model.flops import whole_shape
 from megapack.training.model.loss import (
@@ -88,7 +88,6 @@ class TrainingModel(nn.Module):
 
     @property
     def configuration(self) -> Any:
-        """The transformers configuration."""
         return self.model.config
 
     @property
@@ -115,7 +114,6 @@ class TrainingModel(nn.Module):
 
     @property
     def layers(self) -> nn.ModuleList:
-        """Decoder layers."""
         count = self.configuration.num_hidden_layers
         lists = (m for m in self.model.modules() if isinstance(m, nn.ModuleList))
         return next(layers for layers in lists if len(layers) == count)
@@ -167,8 +165,7 @@ class TrainingModel(nn.Module):
             cu_seqlens: ``[entries]`` int32, of the whole micro batch.
             max_seqlen: longest segment.
             label_weights: ``[1, T]`` float32, factors on the loss of every label; None: 1.
-            dataset_ids: ``[segments]`` int32, of the whole micro batch, -1 for padding; None: no
-                padding.
+            dataset_ids: ``[segments]`` int32, of the whole micro batch, -1: padding; None: none.
             teacher_ids, teacher_logits: ``[1, T, k]``, ids and log-probabilities of a ``Teacher``,
                 which ``distill`` mixes into the loss in training mode.
             expert_routes: ``[1, T, layers, top_k]``, experts to replay (``replay_routes``); None:
@@ -277,11 +274,9 @@ class TrainingModel(nn.Module):
         return self
 
     def checkpoint_activations(self, saving: Saving | None = None) -> None:
-        """Recompute every layer in the backward pass instead of keeping its activations.
-
-        Hooks of ``saving`` save a layer's input, ``[1, T, width]``; tensors that all layers share
-        (RoPE's table, cu_seqlens) are not saved.
-        """
+        """Recompute every layer in the backward pass instead of keeping its activations. Hooks of
+        ``saving`` save a layer's input, ``[1, T, width]``; tensors that all layers share (RoPE's
+        table, cu_seqlens) are not saved."""
         model: Any = self.model
         enable = getattr(model, "activation_checkpointing_enable", None)
         if enable is None:  # transformers before 5.20
@@ -294,10 +289,8 @@ class TrainingModel(nn.Module):
                     module._gradient_checkpointing_func = partial(_saved_by, saving, recompute)
 
     def save(self, directory: str | Path, weights: dict[str, Tensor] | None = None) -> None:
-        """Write a directory for ``from_pretrained``.
-
-        For ZeRO-3, ``weights`` contains the complete parameters, by their names in this module.
-        """
+        """Write a directory for ``from_pretrained``. For ZeRO-3, ``weights`` contains the complete
+        parameters, by their names in this module."""
         state = None
         if weights is not None:
             state = {name.removeprefix("model."): value for name, value in weights.items()}
@@ -317,11 +310,8 @@ def on_device(
     config: EngineConfig,
     distill: DistillConfig | None = None,
 ) -> dict[str, Any]:
-    """Return the arguments of ``TrainingModel.forward`` for one micro batch.
-
-    ``loss_mask`` is passed as ``label_weights`` if losses are weighted, and the columns of a
-    teacher with ``distill``.
-    """
+    """Return the arguments of ``TrainingModel.forward`` for one micro batch. ``loss_mask`` is
+    passed as ``label_weights`` if losses are weighted, a teacher's columns with ``distill``."""
     names = ("tokens", "labels", "position_ids", "cu_seqlens", "dataset_ids")
     tensors, more = {name: batch[name] for name in names}, {}
     if "kv_index" in batch:  # the probe changes the nodes, and not cu_seqlens
@@ -360,4 +350,4 @@ def longest_segment(batch: Batch, config: EngineConfig) -> int:
     if not config.compile:
         return int(batch["max_seqlen_q" if "kv_index" in batch else "max_seqlen"])
     capacity = int(batch["capacity"])
-    return slot_tokens(capacity, int(batch.get("row_tokens", capacity)))[-1]
+    return last_slot(capacity, int(batch.get("row_tokens", capacity)))

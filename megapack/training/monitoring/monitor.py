@@ -56,7 +56,6 @@ class StepWork:
 
     @staticmethod
     def of(schedule: Schedule, step: Step, flops: ModelFlops) -> StepWork:
-        """Count one step."""
         lengths, paths = segment_lengths(schedule, step)
         samples = [np.full(len(d.sample_ids), d.capacity, np.int64) for d in step.draws]
         capacities = np.concatenate(samples)
@@ -197,12 +196,9 @@ class Monitor:
     def step(
         self, line: dict[str, Any], *, content: Step, work: StepWork, result: StepResult
     ) -> None:
-        """Record a step, and write the log if it is due.
-
-        ``line`` has ``step``, ``tokens_seen``, ``epoch``, ``lr``, ``data_wait`` (s), ``imbalance``,
-        ``padding``. Raises FloatingPointError as ``flush`` does, and after too many skipped
-        updates.
-        """
+        """Record a step, and write the log if it is due. ``line`` has ``step``, ``tokens_seen``,
+        ``epoch``, ``lr``, ``data_wait`` (s), ``imbalance``, ``padding``. Raises FloatingPointError
+        as ``flush`` does, or after too many skipped updates."""
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
         ids = np.ascontiguousarray(content.sample_ids, np.int64)
@@ -250,8 +246,7 @@ class Monitor:
         )
 
     def flush(self) -> None:
-        """Write the recorded steps; collective. Raises FloatingPointError on all ranks for a NaN
-        loss."""
+        """Write the recorded steps; collective. Raises FloatingPointError on all ranks for NaN."""
         if not self._lines:
             return
         values = _means([r.loss_sum for r in self._results], self._results)

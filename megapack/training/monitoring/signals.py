@@ -28,10 +28,8 @@ PREEMPTED = 75
 
 
 class StopSignals:
-    """Records SIGTERM, SIGINT or SIGUSR1 (Slurm's warning) without interrupting the step.
-
-    A second SIGINT raises KeyboardInterrupt as usual.
-    """
+    """Records SIGTERM, SIGINT or SIGUSR1 (Slurm's warning) without interrupting the step. A second
+    SIGINT raises KeyboardInterrupt as usual."""
 
     def __init__(self) -> None:
         self.received: str | None = None
@@ -79,11 +77,9 @@ ON_SIGNAL = 5  # steps traced after SIGUSR2
 
 
 class StepProfiler:
-    """Traces of steps: ``<directory>/step_00000100_rank_00000.json.gz``.
-
-    One rank per node traces ``steps``; a rank that gets SIGUSR2 traces its next five steps. No
-    method is collective. Chrome's about:tracing and Perfetto show the files.
-    """
+    """Traces of steps: ``<directory>/step_00000100_rank_00000.json.gz``. One rank per node traces
+    ``steps``; a rank that gets SIGUSR2 traces its next five steps. No method is collective.
+    Chrome's about:tracing and Perfetto show the files."""
 
     def __init__(self, directory: Path, world: World, steps: range | None) -> None:
         self.directory, self.world = directory, world

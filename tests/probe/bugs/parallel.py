@@ -161,7 +161,8 @@ def context_parallel(rank: int, world_size: int, issue: str) -> list[dict[str, A
 class Stage(nn.Module):
     """Megatron-Bridge#2952: ``get_batch`` returns early in middle stages, without cu_seqlens.
 
-    Their layers attend to the whole row. With two stages there is no middle, and all is right.
+    Their layers attend to the whole row. With two stages, none is in the
+    middle, so the broken model is correct.
     """
 
     def __init__(self, broken: bool) -> None:
@@ -234,8 +235,8 @@ def sharded_step(kind: type[Attention], watched: bool) -> tuple[list[Tensor], Re
 
 
 def sharded(rank: int, world_size: int) -> list[tuple[bool, dict[str, Any]]]:
-    """Return whether a watched step has the gradients of the step without, and its report; of
-    right, wrong and wrongly derived attention."""
+    """Return, for attention that is correct, wrong, and wrong only in its backward pass: whether a
+    watched step has the gradients of an unwatched one, and its report."""
     torch.set_num_threads(1)
     found = []
     for kind in (Attention, CausalAttention, WrongBackward):

@@ -307,7 +307,7 @@ def test_damaged_parquet_page_is_an_error(tmp_path: Path) -> None:
 def test_columns_of_messages_are_lists(tmp_path: Path) -> None:
     """Rows may have values without a JSON type, such as the time of a message."""
     path = write_table({"chat": ['[{"role": "user", "content": "a"}]']}, tmp_path / "x.parquet")
-    with pytest.raises(DataError, match=r"'chat' has type string; it must have lists of messages"):
+    with pytest.raises(DataError, match=r"'chat' has type string, not lists of messages"):
         read(path, json_key="chat", values="lists")
     message = {"role": "user", "content": "a", "at": datetime(2024, 5, 6, tzinfo=timezone.utc)}
     write_table({"chat": [[{**message, "role": b"user"}]]}, path)

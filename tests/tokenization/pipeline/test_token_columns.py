@@ -50,8 +50,8 @@ def test_options_are_parsed(text: str, expected: ColumnOption) -> None:
         ("rewards=r:float64", "'float64' is not a dtype"),
         ("rewards=r:float32[x]", "is not a dtype"),
         ("rewards=r:fill=x", "fill is 'x'; it must be a number"),
-        ("labels=r:uint16", "column fill is -100, which is not a finite uint16"),
-        ("rewards=r:uint8,fill=-1", "column fill is -1, which is not a finite uint8"),
+        ("labels=r:uint16", "column fill is -100, not a finite uint16"),
+        ("rewards=r:uint8,fill=-1", "column fill is -1, not a finite uint8"),
     ],
 )
 def test_other_options_are_refused(text: str, message: str) -> None:

@@ -63,8 +63,7 @@ def to_packed_seq_params(
     total_tokens: int | None = None,
 ) -> PackedSeqParams:
     """Return the "thd" parameters of megatron-core for one flat row. RoPE and attention restart at
-    ``cu_seqlens_padded`` if given. Raises ValueError for several rows, or if boundaries are not
-    int32.
+    ``cu_seqlens_padded`` if given. Raises ValueError for several rows, or boundaries not int32.
 
     Args:
         cu_seqlens: 1-D int32, or ``(1, n)`` as collated; on the device of the attention.

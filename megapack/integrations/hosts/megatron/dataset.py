@@ -52,8 +52,7 @@ class PackedGPTDataset(GatheredRows, MegatronDataset):  # type: ignore[misc]  # 
     """Rows of ``config.sequence_length`` tokens in blocks of one bucket.
 
     The constructor is MegatronDataset's, with a GPTDatasetConfig of any release from 0.16. Raises
-    ConfigError if a block is not a multiple of a micro step, Megatron blends data paths, or options
-    conflict.
+    ConfigError if a micro step does not divide a block, Megatron blends, or options conflict.
 
     Args:
         dataset: ``build_low_level_dataset(dataset_path, config)``; the path is a prefix, a manifest
@@ -254,9 +253,7 @@ class PackedDatasetBuilder(BlendedMegatronDatasetBuilder):  # type: ignore[misc]
             if cls.dialect is MEGATRON_BRIDGE:
                 loader = getattr(config, "dataloader_type", None) or "single"
                 if loader != "single":
-                    raise ConfigError(
-                        f"dataset.dataloader_type is {loader}: rows are ordered; set 'single'"
-                    )
+                    raise ConfigError(f"dataset.dataloader_type is {loader}: set 'single'")
                 # Otherwise Bridge's middle pipeline stages read no boundaries.
                 config.enable_in_batch_packing = True
             config = fold_blends(config)

@@ -171,9 +171,7 @@ class IndexedDatasetBuilder(storage.IndexedDatasetBuilder, stock.IndexedDatasetB
             chunk_size: number of documents to join in memory at once.
         """
         if modes is not None and len(modes) != len(documents):
-            raise DataError(
-                f"{len(documents)} documents have {len(modes)} modes; give each its own"
-            )
+            raise DataError(f"{len(documents)} documents have {len(modes)} modes: give one each")
         for begin in range(0, len(documents), chunk_size):
             ids, ends = _join(documents[begin : begin + chunk_size])
             if eod_token is not None:
