@@ -132,7 +132,7 @@ def test_example_of_module_docstring() -> None:
 
 
 def test_group_is_cut_after_the_document_that_fills_a_bucket() -> None:
-    index = pack([4, 4, 4], "bucket", buckets=[8], groups=[7, 7, 7])
+    index = pack([5, 3, 3], "bucket", buckets=[8], groups=[7, 7, 7])
     samples = [index.sample(i)[1] for i in range(index.num_samples)]
     found = {tuple(d for d, _, _ in of): index.groups_of(i) for i, of in enumerate(samples)}
     assert found == {(0, 1): [0, 0], (2,): [0]}

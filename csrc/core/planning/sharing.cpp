@@ -2,6 +2,7 @@
 // have equal attention (MicroBatch), then filled with short ones to equal tokens (Pool).
 #include <algorithm>
 #include <limits>
+#include <numeric>
 #include <queue>
 #include <utility>
 #include <vector>
@@ -45,7 +46,9 @@ class Groups {
     Groups(Assignment& assignment, std::int64_t mean_tokens)
         : assignment_(assignment),
           mean_tokens_(mean_tokens),
-          next_rank_(assignment.num_micro_batches(), 0) {
+          next_rank_(assignment.num_micro_batches(), 0),
+          single_(std::all_of(items().documents.begin(), items().documents.end(),
+                              [](std::int64_t count) { return count == 1; })) {
         assignment.take({});
     }
 
@@ -54,6 +57,8 @@ class Groups {
     std::int64_t mean_tokens() const { return mean_tokens_; }
     std::int64_t num_micro_batches() const { return ssize(next_rank_); }
     std::int64_t size() const { return assignment_.num_bins(); }
+    // True if only its length decides where an item fits: no cap, and no item of several documents.
+    bool by_length() const { return single_ && items().cap.empty(); }
     const Bin& operator[](std::int64_t g) const { return assignment_.bins()[g]; }
     std::int64_t squares(std::int64_t g) const { return squares_[g]; }
 
@@ -95,6 +100,7 @@ class Groups {
     std::int64_t mean_tokens_;
     std::vector<std::int64_t> next_rank_;  // per micro batch
     std::vector<std::int64_t> squares_;    // per group
+    bool single_;                          // every item is one document
 };
 
 // ---- Long documents: equal attention of the ranks of a micro batch
@@ -115,43 +121,58 @@ class MicroBatch {
     // Returns false if no group has room.
     bool place(const Document& document) {
         const std::int64_t degree = degree_of(document);
-        std::int64_t best = kNone, most = std::numeric_limits<std::int64_t>::min();
-        for (std::int64_t i = 0; i < ssize(state_); ++i) {
-            const State& state = state_[i];
-            if (state.wish <= most || document.length > state.room || state.degree < degree ||
-                !groups_.has_room(first_group_ + i, document))
-                continue;
-            best = i;
-            most = state.wish;
-        }
-        if (groups_.can_open(number_, degree) && (best == kNone || most < initial_wish_)) {
-            best = ssize(state_);
-            open(degree);
-        }
+        for (; !waiting_.empty() && waiting_.top().first >= document.length; waiting_.pop())
+            ready_.push({wish_[waiting_.top().second], -waiting_.top().second});
+        skipped_.clear();
+        for (; !ready_.empty() && !fits(document, degree, -ready_.top().second); ready_.pop())
+            skipped_.push_back(ready_.top());
+        std::int64_t best = ready_.empty() ? kNone : -ready_.top().second;
+        if (groups_.can_open(number_, degree) && (best == kNone || wish_[best] < initial_wish_))
+            best = open(degree);
+        else if (best != kNone)
+            ready_.pop();
+        for (const Entry& entry : skipped_) ready_.push(entry);
         if (best == kNone) return false;
         groups_.place(document, first_group_ + best);
         update(best);
+        if (room_[best] < document.length)
+            waiting_.push({room_[best], best});
+        else
+            ready_.push({wish_[best], -best});
         return true;
+    }
+
+    // Returns true if `place` may succeed. If groups.by_length(), it may then also succeed
+    // for all documents that follow in the order of longest_first.
+    bool may_place(const Document& document) const {
+        return may_fit(document.length) || groups_.can_open(number_, degree_of(document));
     }
 
     // Returns true if a document of this length may fit.
     bool has_room(std::int64_t length) const {
-        const auto fits = [&](const State& state) { return state.room >= length; };
-        return groups_.free_ranks(number_) > 0 || std::any_of(state_.begin(), state_.end(), fits);
+        return groups_.free_ranks(number_) > 0 || may_fit(length);
     }
 
     void open_free_ranks() {
         std::int64_t degree = least_degree_;
         while (groups_.free_ranks(number_) > 0) {
             while (!groups_.can_open(number_, degree)) degree /= 2;
-            open(degree);
+            groups_.open(number_, degree);
         }
     }
 
   private:
-    struct State {
-        std::int64_t wish, room, degree;
-    };
+    using Entry = std::pair<std::int64_t, std::int64_t>;
+
+    bool fits(const Document& document, std::int64_t degree, std::int64_t i) const {
+        const std::int64_t g = first_group_ + i;
+        return document.length <= room_[i] && groups_[g].degree >= degree &&
+               groups_.has_room(g, document);
+    }
+
+    bool may_fit(std::int64_t length) const {
+        return !ready_.empty() || (!waiting_.empty() && waiting_.top().first >= length);
+    }
 
     // Returns the fewest ranks that hold the document and get at most half of their attention from
     // it, so that other documents can even out the rest. If linear layers cost far more than
@@ -167,10 +188,11 @@ class MicroBatch {
         return degree;
     }
 
-    void open(std::int64_t degree) {
+    std::int64_t open(std::int64_t degree) {
         groups_.open(number_, degree);
-        state_.push_back({0, 0, degree});
-        update(ssize(state_) - 1);
+        wish_.push_back(0);
+        room_.push_back(0);
+        return ssize(wish_) - 1;
     }
 
     // Recomputes `wish`: documents of this length would give the group the attention and the tokens
@@ -180,50 +202,78 @@ class MicroBatch {
         const Bin& group = groups_[g];
         const std::int64_t tokens = groups_.missing(g, mean_tokens);
         const std::int64_t squares = group.degree * mean_squares_ - groups_.squares(g);
-        state_[i].wish = squares / std::max<std::int64_t>(tokens, 1);
-        state_[i].room = groups_.room(g);
-        if (group.documents > 0)
-            state_[i].room = std::min(state_[i].room, tokens - mean_tokens / 16);
+        wish_[i] = squares / std::max<std::int64_t>(tokens, 1);
+        room_[i] = std::min(groups_.room(g), tokens - mean_tokens / 16);
     }
 
     Groups& groups_;
     std::int64_t number_, mean_squares_, least_degree_, first_group_, initial_wish_;
-    std::vector<State> state_;
+    std::vector<std::int64_t> wish_, room_;  // per group of this micro batch
+    // Groups with room for the latest document: wish, -group. Other groups: room, group.
+    std::priority_queue<Entry> ready_, waiting_;
+    std::vector<Entry> skipped_;
+};
+
+// Numbers 0 to size - 1 of which some were removed.
+class Remaining {
+  public:
+    explicit Remaining(std::int64_t size) : next_(size + 1) {
+        std::iota(next_.begin(), next_.end(), 0);
+    }
+
+    // Returns the smallest remaining number from i on, or the size. Shortens the way for later
+    // calls.
+    std::int64_t from(std::int64_t i) {
+        while (next_[i] != i) i = next_[i] = next_[next_[i]];
+        return i;
+    }
+    void remove(std::int64_t i) { next_[i] = i + 1; }
+
+  private:
+    std::vector<std::int64_t> next_;  // i if it remains, else a larger number
 };
 
 // Opens groups for the first `count` documents, with at least `least_degree` ranks each while ranks
 // are free. Returns the documents that are not placed.
 std::vector<Document> assign_long(Groups& groups, const std::vector<Document>& documents,
                                   std::int64_t count, std::int64_t least_degree) {
-    std::vector<Document> unplaced(documents.begin(), documents.begin() + count);
     std::int64_t unplaced_tokens = 0, shortest = std::numeric_limits<std::int64_t>::max();
-    for (const Document& document : unplaced) {
-        unplaced_tokens += document.length;
-        shortest = std::min(shortest, document.length);
+    for (std::int64_t i = 0; i < count; ++i) {
+        unplaced_tokens += documents[i].length;
+        shortest = std::min(shortest, documents[i].length);
     }
+    const auto end = documents.begin() + count;
+    Remaining unplaced(count);
     for (std::int64_t m = 0; m < groups.num_micro_batches(); ++m) {
         const std::int64_t num_open = groups.num_micro_batches() - m;
         const std::int64_t share = (unplaced_tokens + num_open - 1) / num_open;
-        std::int64_t tokens = 0, squares = 0;
-        for (std::int64_t i = 0; i < ssize(unplaced) && tokens < share; ++i) {
-            tokens += unplaced[i].length;
-            squares += unplaced[i].square;
+        std::int64_t tokens = 0, squares = 0, i = unplaced.from(0);
+        for (; i < count && tokens < share; i = unplaced.from(i + 1)) {
+            tokens += documents[i].length;
+            squares += documents[i].square;
         }
         MicroBatch micro_batch(groups, m, squares / groups.rules().num_ranks, least_degree);
-        std::int64_t i = 0, kept = 0;
-        for (tokens = 0; i < ssize(unplaced) && tokens < share && micro_batch.has_room(shortest);
-             ++i) {
-            if (micro_batch.place(unplaced[i]))
-                tokens += unplaced[i].length;
-            else
-                unplaced[kept++] = unplaced[i];
+        tokens = 0;
+        for (i = unplaced.from(0); i < count; i = unplaced.from(i + 1)) {
+            // Skip the documents that are too long for all groups and all free ranks.
+            if (groups.by_length()) {
+                const auto too_long = [&](const Document& d) { return !micro_batch.may_place(d); };
+                i = unplaced.from(std::partition_point(documents.begin() + i, end, too_long) -
+                                  documents.begin());
+            }
+            if (i == count || tokens >= share || !micro_batch.has_room(shortest)) break;
+            if (!micro_batch.place(documents[i])) continue;
+            tokens += documents[i].length;
+            unplaced.remove(i);
         }
-        unplaced.erase(unplaced.begin() + kept, unplaced.begin() + i);
         micro_batch.open_free_ranks();
         unplaced_tokens -= tokens;
     }
-    unplaced.insert(unplaced.end(), documents.begin() + count, documents.end());
-    return unplaced;
+    std::vector<Document> rest;
+    for (std::int64_t i = unplaced.from(0); i < count; i = unplaced.from(i + 1))
+        rest.push_back(documents[i]);
+    rest.insert(rest.end(), end, documents.end());
+    return rest;
 }
 
 // ---- Short documents: equal tokens of all ranks
@@ -234,8 +284,10 @@ class Pool {
     explicit Pool(Span<const Document> documents);  // longest first; kept alive by the caller
 
     std::int64_t size() const { return size_; }
-    bool has_up_to(std::int64_t length) const { return longest_up_to(length) >= 0; }
-    Document take_longest(std::int64_t length) { return take(longest_up_to(length)); }
+    // Returns the longest length of a document up to `length`, or -1.
+    std::int64_t longest_up_to(std::int64_t length) const;
+    // Takes the first document of a length that the pool has.
+    Document take(std::int64_t length);
 
     // Takes one, two or three documents (at most `count`) whose lengths sum to `sum`; else none.
     std::vector<Document> take_sum(std::int64_t sum, std::int64_t count);
@@ -244,71 +296,94 @@ class Pool {
     std::vector<Document> take_all();
 
   private:
-    // A kind is the rank of a length among the distinct lengths, shortest first.
-    std::int64_t longest_up_to(std::int64_t length) const;
-    std::int64_t kind_of(std::int64_t length) const;
-    bool has(std::int64_t kind) const { return kind >= 0 && count_[kind] > 0; }
+    using Words = std::vector<std::uint64_t>;
+
+    // Bits of a set of lengths in reading order: bit i of `words` is bit i % 64 of word i / 64 + 1,
+    // so that 64 bits may begin before bit 0.
+    static void flip(Words& words, std::int64_t i) {
+        words[i / 64 + 1] ^= std::uint64_t{1} << i % 64;
+    }
+    // Returns the 64 bits up to bit i, which is the highest one.
+    static std::uint64_t up_to(const Words& words, std::int64_t i) {
+        const std::int64_t word = (i + 1) / 64, shift = (i + 1) % 64;
+        return shift == 0 ? words[word] : words[word] >> shift | words[word + 1] << (64 - shift);
+    }
+
+    static std::int64_t leading_zeros(std::uint64_t x) { return __builtin_clzll(x); }
+
+    bool has(std::int64_t length) const {
+        return shortest_ <= length && length <= longest_ && count_[length - shortest_] > 0;
+    }
+    // Removes (-1) or adds (1) a document of a length.
+    void count(std::int64_t length, std::int64_t sign);
     std::pair<std::int64_t, std::int64_t> pair_of_sum(std::int64_t sum) const;
-    Document take(std::int64_t kind);
 
     Span<const Document> documents_;
-    std::vector<std::int64_t> length_, end_, count_;  // per kind; end_: in documents_
-    std::vector<std::int32_t> kind_;                  // per length from length_[0] on; -1: none
-    std::int64_t longest_ = -1, size_ = 0;            // longest kind with documents
+    std::int64_t size_, shortest_ = 0, most_ = 0;  // shortest and longest length of `documents`
+    std::int64_t longest_ = -1;                    // longest length that is left
+    std::vector<std::int32_t> end_, count_;  // per length from shortest_ on; end_: in documents_
+    Words lengths_, mirrored_;  // bit length - shortest_, and bit most_ - length: any left
 };
 
 Pool::Pool(Span<const Document> documents) : documents_(documents), size_(documents.size()) {
-    for (std::int64_t i = size_ - 1; i >= 0; --i) {
-        if (length_.empty() || length_.back() != documents[i].length) {
-            length_.push_back(documents[i].length);
-            end_.push_back(i + 1);
-            count_.push_back(0);
-        }
-        ++count_.back();
+    if (size_ == 0) return;
+    shortest_ = documents[size_ - 1].length;
+    longest_ = most_ = documents[0].length;
+    const std::int64_t range = most_ - shortest_ + 1;
+    end_.resize(range);
+    count_.resize(range);
+    lengths_.resize(range / 64 + 3);
+    mirrored_.resize(range / 64 + 3);
+    for (std::int64_t i = 0; i < size_; ++i) {
+        end_[documents[i].length - shortest_] = static_cast<std::int32_t>(i + 1);
+        count(documents[i].length, 1);
     }
-    longest_ = ssize(length_) - 1;
-    if (length_.empty()) return;
-    kind_.assign(length_.back() - length_[0] + 1, -1);
-    for (std::int64_t k = 0; k <= longest_; ++k)
-        kind_[length_[k] - length_[0]] = static_cast<std::int32_t>(k);
+}
+
+void Pool::count(std::int64_t length, std::int64_t sign) {
+    std::int32_t& count = count_[length - shortest_];
+    count += static_cast<std::int32_t>(sign);
+    if (count != (sign > 0 ? 1 : 0)) return;
+    flip(lengths_, length - shortest_);
+    flip(mirrored_, most_ - length);
 }
 
 std::int64_t Pool::longest_up_to(std::int64_t length) const {
-    const auto above = std::upper_bound(length_.begin(), length_.begin() + longest_ + 1, length);
-    std::int64_t kind = above - length_.begin() - 1;
-    while (kind >= 0 && count_[kind] == 0) --kind;
-    return kind;
-}
-
-std::int64_t Pool::kind_of(std::int64_t length) const {
-    const std::int64_t at = length - length_[0];
-    return at < 0 || at >= ssize(kind_) ? -1 : kind_[at];
+    for (std::int64_t i = std::min(length, longest_) - shortest_; i >= 0; i -= 64)
+        if (const std::uint64_t bits = up_to(lengths_, i); bits != 0)
+            return shortest_ + i - leading_zeros(bits);
+    return -1;
 }
 
 // Prefers two similar lengths, which keeps short documents for the last groups.
 std::pair<std::int64_t, std::int64_t> Pool::pair_of_sum(std::int64_t sum) const {
-    for (std::int64_t k = longest_up_to(sum / 2); k >= 0; --k) {
-        if (sum - length_[k] > length_[longest_]) break;
-        const std::int64_t other = kind_of(sum - length_[k]);
-        if (has(k) && has(other) && (other != k || count_[k] > 1)) return {k, other};
+    if (sum % 2 == 0 && has(sum / 2) && count_[sum / 2 - shortest_] > 1) return {sum / 2, sum / 2};
+    // Bits of the shorter length and of its complement run in the same direction.
+    const std::int64_t least = std::max(shortest_, sum - longest_);
+    for (std::int64_t length = (sum - 1) / 2; length >= least; length -= 64) {
+        const std::uint64_t bits =
+            up_to(lengths_, length - shortest_) & up_to(mirrored_, most_ - sum + length);
+        if (bits == 0) continue;
+        const std::int64_t shorter = length - leading_zeros(bits);
+        return {shorter, sum - shorter};
     }
     return {-1, -1};
 }
 
 std::vector<Document> Pool::take_sum(std::int64_t sum, std::int64_t count) {
     constexpr int kTries = 8;
-    if (size_ == 0 || sum > count * length_[longest_]) return {};
-    if (has(kind_of(sum))) return {take(kind_of(sum))};
+    if (size_ == 0 || sum > count * longest_) return {};
+    if (has(sum)) return {take(sum)};
     if (count < 2) return {};
-    if (const auto [k, other] = pair_of_sum(sum); k >= 0) return {take(k), take(other)};
+    if (const auto [a, b] = pair_of_sum(sum); a >= 0) return {take(a), take(b)};
     if (count < 3) return {};
-    std::int64_t first = longest_up_to(sum - 2 * length_[0]);
+    std::int64_t first = longest_up_to(sum - 2 * shortest_);
     for (int i = 0; i < kTries && first >= 0; ++i) {
-        --count_[first];
-        const auto [k, other] = pair_of_sum(sum - length_[first]);
-        ++count_[first];
-        if (k >= 0) return {take(first), take(k), take(other)};
-        first = longest_up_to(length_[first] - 1);
+        this->count(first, -1);
+        const auto [a, b] = pair_of_sum(sum - first);
+        this->count(first, 1);
+        if (a >= 0) return {take(first), take(a), take(b)};
+        first = longest_up_to(first - 1);
     }
     return {};
 }
@@ -319,10 +394,12 @@ std::vector<Document> Pool::take_all() {
     return documents;
 }
 
-Document Pool::take(std::int64_t kind) {
+Document Pool::take(std::int64_t length) {
+    const std::int64_t i = length - shortest_;
+    const Document document = documents_[end_[i] - count_[i]];
     --size_;
-    const Document document = documents_[end_[kind] - count_[kind]--];
-    while (longest_ >= 0 && count_[longest_] == 0) --longest_;
+    count(length, -1);
+    if (length == longest_) longest_ = longest_up_to(length);
     return document;
 }
 
@@ -364,17 +441,15 @@ void fill(Groups& groups, std::int64_t g, std::int64_t per_rank, Pool& pool) {
             for (const Document& document : documents) groups.place(document, g);
             if (!documents.empty()) return;
         }
-        if (!pool.has_up_to(missing)) return;
-        groups.place(pool.take_longest(missing), g);
+        const std::int64_t longest = pool.longest_up_to(missing);
+        if (longest < 0) return;
+        groups.place(pool.take(longest), g);
     }
 }
 
 bool assign_short(Groups& groups, const std::vector<Document>& documents) {
-    // Exact sums consider only lengths, neither caps nor groups of documents.
-    const Items& items = groups.items();
-    if (!items.cap.empty() || std::any_of(items.documents.begin(), items.documents.end(),
-                                          [](std::int64_t count) { return count > 1; }))
-        return assign_to_emptiest(groups, documents);
+    // Exact sums consider only lengths.
+    if (!groups.by_length()) return assign_to_emptiest(groups, documents);
     const std::int64_t size = ssize(documents), kept = std::min(size, 3 * groups.size() + 1024);
     if (!assign_to_emptiest(groups, {documents.data(), size - kept})) return false;
 
