@@ -76,7 +76,9 @@ def checked_call(function: F) -> F:
                 choices = [choice for choice in _choices(hints[name]) if isinstance(choice, str)]
                 words = [word for word in _describe(hints[name]) if word != "None"]
                 limit = " or ".join(dict.fromkeys(words))
-                limit += nearest(value, choices) if isinstance(value, str) else ""
+                if isinstance(value, str):
+                    limit += nearest(value, choices) if choices else ""
+                    limit += f", as in [{value!r}]" if "a list" in words and not choices else ""
                 raise ArgumentError(f"{subject}: {name} is {value!r:.200}; it must be {limit}")
         return function(*args, **kwargs)
 
@@ -169,5 +171,5 @@ def _describe(hint: Any) -> list[str]:
     if isinstance(origin, type) and issubclass(origin, collections.abc.Mapping):
         return ["a mapping"]
     if isinstance(origin, type) and issubclass(origin, collections.abc.Iterable) and get_args(hint):
-        return ["a sequence"]
+        return ["a list"]
     return [getattr(origin, "__name__", str(origin))]

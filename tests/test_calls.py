@@ -110,7 +110,7 @@ def test_right_arguments_pass(arguments: dict[str, Any]) -> None:
         ({"steps": None}, "build: steps is None; it must be an integer"),
         ({"steps": 3, "rate": "fast"}, "rate is 'fast'; it must be a number"),
         ({"steps": 3, "order": "sort"}, "must be 'shuffled' or 'sorted'; did you mean 'sorted'?"),
-        ({"steps": 3, "names": "abc"}, "names is 'abc'; it must be a sequence"),
+        ({"steps": 3, "names": "abc"}, "names is 'abc'; it must be a list, as in ['abc']"),
         ({"steps": 3, "path": 3}, "path is 3; it must be a string or Path"),
         ({"steps": 3, "device": 3}, "device is 3; it must be device or a string"),
         ({"steps": 3, "done": 3}, "done is 3; it must be a function"),

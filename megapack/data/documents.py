@@ -304,8 +304,6 @@ def carried_columns(
     """
     if not columns:
         return {}
-    if isinstance(columns, str):
-        raise ConfigError(f"columns is {columns!r}; give a list of names, as in [{columns!r}]")
     rules = columns if isinstance(columns, Mapping) else dict.fromkeys(columns, "require")
     for name in INTERPRETED.keys() & rules:
         raise ConfigError(

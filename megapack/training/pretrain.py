@@ -66,7 +66,7 @@ def pretrain(args: argparse.Namespace) -> int:
     config.data.check_ranks(num_ranks, config.engine.sequence_parallel_size)
     if int(os.environ.get("RANK", "0")) == 0:
         task = "planning" if args.dry_run else "starting"
-        print(f"megapack: {task}; importing torch and checking the model", file=sys.stderr)
+        print(f"note: {task}; importing torch and checking the model", file=sys.stderr)
     if args.dry_run:
         from megapack.training.dry_run import dry_run  # noqa: PLC0415
 

@@ -306,7 +306,7 @@ def test_sources_without_a_column_are_refused_or_filled(tmp_path: Path) -> None:
         ({"experts": "require"}, "has no column experts"),
         ({"experts": "maybe"}, "experts is 'maybe'; choose 'require' or 'fill'"),
         (("expert",), "unknown column 'expert'; did you mean 'experts'"),
-        ("experts", r"columns is 'experts'; give a list of names, as in \['experts'\]"),
+        ("experts", r"columns is 'experts'; it must be a list or a mapping, as in \['experts'\]"),
         ({"reward": "fill"}, r"column reward is float32, of token, .* in .*a and .* of target"),
     ):
         with pytest.raises(ConfigError, match=message):

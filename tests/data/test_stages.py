@@ -176,7 +176,7 @@ def test_invalid_stages_are_refused_by_name(stages: list[Stage], message: str) -
     [
         ({"from_tokens": 96}, "at from_step or at from_tokens: give one of them"),
         ({"skip_steps": -1}, "the stage from step 5: skip_steps is -1; it must be at least 0"),
-        ({"skip_steps": True}, "the stage from step 5: skip_steps is True; it must be a finite"),
+        ({"skip_steps": True}, "skip_steps is True; it must be an integer"),
         ({"attention_window": -1}, "attention_window is -1; it must be at least 0"),
         ({"attention_window": 8, "window_steps": -1}, "window_steps is -1; it must be at least"),
         ({"window_steps": 4}, "window_steps 4 and attention_window None; give the window at"),
