@@ -81,16 +81,16 @@ say "6/8 training on concatenated documents: attention and labels cross document
 train concat "${CONCAT[@]}"
 
 # The samples of a step do not depend on the number of ranks, so these runs take one core each.
-again() {  # name, seed, port, settings
+again() {  # name, seed, settings
     settings "$1-$2"
-    MASTER_PORT=$3 "$PYTHON" launch/pretrain.py "${SETTINGS[@]}" --set "seed=$2" \
+    "$PYTHON" launch/pretrain.py "${SETTINGS[@]}" --set "seed=$2" \
         --set "evaluation.every=$STEPS" --set "checkpoint.every=$STEPS" --set model.probe=false \
-        "${@:4}" >"$OUT/$1-$2.log" 2>&1
+        "${@:3}" >"$OUT/$1-$2.log" 2>&1
 }
 for seed in $SEEDS; do
     say "7/8 both again with seed $seed, at the same time: a minute or two; output in $OUT/*-$seed.log"
-    again bucket "$seed" 29612 "${BUCKET[@]}" &
-    again concat "$seed" 29613 "${CONCAT[@]}"
+    again bucket "$seed" "${BUCKET[@]}" &
+    again concat "$seed" "${CONCAT[@]}"
     wait $!
 done
 
