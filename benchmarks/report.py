@@ -166,9 +166,9 @@ def measured_with(runs: Runs) -> list[str]:
 
 HEAD = """# Measured results
 
-Written by `make bench-report` from the logged runs in `docs/results/*.json`; no figure here is
-typed. Read ratios rather than digits, and run the command before you believe either. All tables,
-with the paper's figure beside ours and the reason where they differ:
+All figures come from logged runs, `docs/results/*.json`; `make bench-report` writes this page from
+them. Ratios hold on other machines better than absolute figures: run the command on yours. All
+tables, with the paper's figure next to ours, and the reason where they differ:
 {tables}
 
 ## Ten questions

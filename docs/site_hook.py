@@ -1,6 +1,6 @@
 """Hook of mkdocs (``mkdocs.yml``): generates the pages that are not files of docs/.
 
-- ``outer_pages``: README.md and other pages outside of docs/
+- ``outer_pages``: pages outside of docs/; ``home``: README.md with a banner and cards
 - ``api_pages``: the public names of every package, filled in by mkdocstrings
 - ``command_pages``: every command, from its argparse parser
 - ``configuration_pages``: every key of the configurations, from the dataclasses
@@ -71,7 +71,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Remove the backslash before a bar in code in a table, which markdown needed."""
+    """Remove what docstrings and tables need in source: ``::`` before code, ``\\|`` in code."""
+    html = html.replace("::</p>", ":</p>")
     return re.sub(r"<t[dh].*?</t[dh]>", lambda m: m[0].replace("\\|", "|"), html, flags=re.DOTALL)
 
 
@@ -86,8 +87,31 @@ def anchor(title: str, separator: str = "-") -> str:
 
 
 def outer_pages() -> dict[str, str]:
+    """Return the pages of the repository outside of docs/."""
     pages = {uri: (ROOT / path).read_text(encoding="utf-8") for path, uri in OUTER.items()}
-    return pages | {"index.md": f"---\nhide: [navigation]\n---\n{pages['index.md']}"}
+    return pages | {"index.md": home(pages["index.md"])}
+
+
+def home(readme: str) -> str:
+    """Return README with its head as a banner, and its two lists of bold entries as cards."""
+    head, begin, rest = readme.partition("\n## ")
+    match = re.fullmatch(r"(# .*?)\n\n(!\[.*?\]\(.*?\))\n\n(- \*\*.*)\n", head, re.DOTALL)
+    assert match is not None, "README.md begins with title, text, picture and a list of two"
+    features = re.compile(r"(?<=## What it does\n\n)- .*?(?=\n\n)", re.DOTALL)
+    cards = '<div class="grid cards" markdown>\n\n{}\n\n</div>'
+    rest, found = features.subn(lambda match: cards.format(match[0]), rest)
+    assert found, "README.md has a list of features"
+    about, picture, use = match.groups()
+    columns = (f"{about}\n\n{BUTTONS}\n\n{use}", picture)
+    banner = "\n".join(f"<div markdown>\n\n{column}\n\n</div>" for column in columns)
+    banner = f'<div class="banner" markdown>\n{banner}\n</div>\n'
+    return f"---\nhide: [navigation, toc]\n---\n{banner}{begin}{rest}"
+
+
+# Links are relative to README.md.
+BUTTONS = """[Get started](docs/quickstart.md){ .md-button .md-button--primary }
+[How it works](docs/concepts.md){ .md-button }
+[API](api/megapack.md){ .md-button }"""
 
 
 def navigation(entries: Sequence[Any], pages: Sequence[str]) -> list[Any]:
@@ -167,14 +191,19 @@ def api_pages() -> dict[str, str]:
 
     tree = griffe.load("megapack", search_paths=[str(ROOT)])
     shown: set[str] = set()
-    pages = {}
+    # The names that most programs use come first, in the order in which the docstring names them.
+    about = str(megapack.__doc__)
+    names = sorted(megapack._HOME, key=lambda name: about.find(f"``{name}``") % len(about))
+    homes = {name: _member(tree[_inside(megapack._HOME[name])], name) for name in names}
+    pages = {"api/megapack.md": _api_page("megapack", about, homes, shown)}
     for name in [*PACKAGES, *integrations()]:
         module = tree[name]
-        homes = {public: module[public] for public in public_names(module)}
-        pages[name] = _api_page(module.path, module.docstring.value, homes, shown)
-    homes = {name: tree[_inside(module)][name] for name, module in megapack._HOME.items()}
-    pages["megapack"] = _api_page("megapack", str(megapack.__doc__), homes, shown)
-    return {f"api/{name}.md": text for name, text in pages.items()}
+        homes = {public: _member(module, public) for public in public_names(module)}
+        title = module.path.rpartition("hosts.")[2]  # the path of a host does not fit beside a page
+        about = f"`{module.path}`\n\n{module.docstring.value}"
+        uri = f"api/{name.replace('integrations.hosts.', 'hosts/')}.md"
+        pages[uri] = _api_page(title, about, homes, shown)
+    return pages
 
 
 def integrations() -> list[str]:
@@ -202,6 +231,12 @@ def public_names(module: Any) -> list[str]:
             else not member.is_alias
         )
     ]
+
+
+def _member(module: Any, name: str) -> Any:
+    """Return the member of a module; of a submodule with the same name (``pack``), its member."""
+    member = module[name]
+    return member[name] if member.is_module and name in member.members else member
 
 
 def _inside(module: str) -> str:
@@ -330,25 +365,27 @@ class Key:
 
 
 def configuration_pages() -> dict[str, str]:
-    from megapack.data.blend import Ramp, Source, Stage  # noqa: PLC0415
+    from megapack.data.blend import Source, Stage  # noqa: PLC0415
     from megapack.integrations.rows.open_rows import Manifest  # noqa: PLC0415
     from megapack.tokenization.pipeline.plan import BuildConfig  # noqa: PLC0415
     from megapack.training.config import PretrainConfig  # noqa: PLC0415
 
-    sections = [("", PretrainConfig)]
-    sections += [(key.name, key.section) for key in keys(PretrainConfig) if key.section]
     return {
         "configuration/training.md": _configuration(
             "Training",
             "The YAML of `megapack-pretrain --config`, key by key; `--set optimizer.lr=1e-4` "
             "overrides one, `--dry-run --show-config` prints them all.",
-            sections,
+            _sections("", PretrainConfig),
         ),
         "configuration/manifest.md": _configuration(
             "Manifest of a blend",
             "Several datasets in one run: `data.blend` of `megapack-pretrain`, or the data path of "
             "other trainers. YAML or JSON; paths are relative to the file.",
-            [("", Manifest), ("sources", Source), ("stages", Stage), ("stages.ramp", Ramp)],
+            [
+                *_sections("", Manifest),
+                *_sections("sources", Source),
+                *_sections("stages", Stage),
+            ],
         ),
         "configuration/build.md": _configuration(
             "Build",
@@ -359,6 +396,12 @@ def configuration_pages() -> dict[str, str]:
     }
 
 
+def _sections(name: str, cls: type) -> list[tuple[str, type]]:
+    """Return a section and those inside it: path of the key, class."""
+    inner = [(f"{name}.{key.name}".lstrip("."), key.section) for key in keys(cls) if key.section]
+    return [(name, cls), *(found for path, of in inner for found in _sections(path, of))]
+
+
 def _configuration(title: str, about: str, sections: Sequence[tuple[str, type]]) -> str:
     lines = [f"# {title}", "", about, ""]
     for name, cls in sections:
@@ -366,11 +409,12 @@ def _configuration(title: str, about: str, sections: Sequence[tuple[str, type]])
         lines += [f"## {name} {{ #of-{name} }}" if name else "## Top level", "", *about]
         for key in keys(cls):
             path = f"{name}.{key.name}" if name else key.name
-            lines += [f"### {path} {{ #{path} }}", "", key.meaning, ""]
-            if not key.section:
-                default = f"default `{key.default}`" if key.default else "must be given"
-                unit = f", in {unit_of(key.name)}" if unit_of(key.name) else ""
-                lines += [f"`{key.type}`{unit}; {default}", "{ .key }", ""]
+            default = f"default `{key.default}`" if key.default else "required"
+            unit = f" {unit_of(key.name)}" if unit_of(key.name) else ""
+            kind = "section" if key.section else f"`{key.type}`{unit}, {default}"
+            lines += [f'`{path}` <span class="key" markdown>{kind}</span> {{ #{path} }}']
+            link = f" [Its keys](#of-{path})." if key.section else ""
+            lines += [f":   {' '.join(key.meaning.split())}{link}", ""]
     return "\n".join(lines)
 
 
@@ -388,10 +432,12 @@ def keys(cls: type) -> list[Key]:
     found = []
     for field in dataclasses.fields(cls):
         hint = hints[field.name]
-        section = hint if dataclasses.is_dataclass(hint) else None
+        is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+        options = typing.get_args(hint) if is_union else (hint,)
+        section = next((one for one in options if dataclasses.is_dataclass(one)), None)
         meaning = meanings.get(field.name) or helps.get(field.name) or ""
         if section and not meaning:
-            meaning = f"{inspect.cleandoc(hint.__doc__ or '')} [Its keys](#of-{field.name})."
+            meaning = inspect.cleandoc(section.__doc__ or "")
         found.append(Key(field.name, spelled(hint), _default(field), meaning, section))
     return found
 

@@ -2,9 +2,10 @@
 
     python launch/demo_plot.py --demo demo        # -> demo/demo.png and demo/demo.json
 
-Above: loss on the held-out documents over training tokens, of both runs; documents that a sample
-boundary cuts, padding, and the attention work of each rank. Below: the packed run, killed and
-resumed, which repeats its steps exactly; the document lengths and the buckets.
+Above, what the packing decides: documents that a sample boundary cuts, attention work of each rank,
+seconds of training to the same held-out loss. Below: the packed run, killed and resumed, which
+repeats its steps exactly; the document lengths and the buckets; small, the final held-out losses of
+all seeds, which differ by chance.
 """
 
 from __future__ import annotations
@@ -33,17 +34,14 @@ ARMS = {"bucket": "packed in buckets", "concat": "concatenated and cut"}
 COLORS = {"bucket": "#1d4ed8", "concat": "#c2410c"}
 GREY, INK, PALE = "#94a3b8", "#1e293b", "#e2e8f0"
 CAPTION = (
-    "Same documents, model, first weights and tokens per step; both are scored on the same {valid} "
-    "held-out documents, each alone. Concatenated, as trainers do by default: text is cut every "
+    "Same documents, model and tokens per step; both are scored on the same {valid} held-out "
+    "documents, each alone. Concatenated, as trainers do by default: text is cut every "
     "{capacity:,} tokens; attention and labels continue into the next document. In buckets: only "
-    "documents longer than the largest bucket are cut; each attends only to itself. {loss} "
-    "Attention work: query-key pairs per token. One seed, 1.1 million parameters."
+    "documents longer than the largest bucket are cut; each attends only to itself. Attention "
+    "work: query-key pairs per token. Seconds: steps of the first seed, without evaluations and "
+    "starts. {parameters:.1f} million parameters, {tokens:,.0f} thousand tokens: too short to tell "
+    "which packing trains a better model (docs/concepts.md has longer runs)."
 )
-LOWER = (
-    "It is this mask that lowers the loss: with it, concatenation trains equally well (six seeds, "
-    "docs/concepts.md)."
-)
-NOT_LOWER = "This run is too short to show the effect of the mask (docs/concepts.md)."
 
 
 def main() -> None:
@@ -51,19 +49,25 @@ def main() -> None:
     parser.add_argument("--demo", type=Path, required=True, help="folder that demo.sh filled")
     demo = parser.parse_args().demo
     facts = {arm: facts_of(demo, arm) for arm in ARMS}
+    target = max(figures["losses"][-1] for figures in facts.values())
+    for figures in facts.values():
+        figures["seconds_to_target"] = seconds_to(target, figures)
     launches = [list(read_jsonl(demo / name)) for name in ("killed.jsonl", "bucket/log.jsonl")]
     *_, last_start = read_jsonl(demo / "bucket" / "starts.jsonl")
     repeated = compare(*launches, resumed_at=last_start["step"])
+    repeated |= {"target_loss": target, "parameters": last_start["parameters"]}
 
     draw(demo, facts, launches, repeated)
     (demo / "demo.json").write_text(json.dumps({**facts, **repeated}, indent=1, default=str) + "\n")
     for arm, title in ARMS.items():
         figures = facts[arm]
         print(
-            f"{title:>20}: held-out loss {figures['losses'][-1]:.3f}, documents cut "
-            f"{figures['cut']:.1%}, padding {figures['padding']:.3%}, attention work of the ranks "
+            f"{title:>20}: documents cut {figures['cut']:.1%}, padding {figures['padding']:.3%}, "
+            "attention work of the ranks "
             + " and ".join(f"{pairs:,.0f}" for pairs in figures["pairs_per_token"])
-            + " pairs per token"
+            + f" pairs per token, {figures['seconds_to_target']:.0f} s to a held-out loss of "
+            f"{target:.3f}; last loss of each seed "
+            + ", ".join(f"{loss:.3f}" for loss in figures["last_losses"])
         )
     print(
         f"{repeated['repeated_steps']} steps were taken again after the kill: "
@@ -73,7 +77,7 @@ def main() -> None:
 
 
 def facts_of(demo: Path, arm: str) -> dict[str, Any]:
-    """Return the plotted figures of one run, from its index, its schedule and its evaluations."""
+    """Return the plotted figures of one packing, from its index, its schedule and its runs."""
     run = OpenRun(read_config(str(demo / arm / "config.yaml")))
     (index,) = run.schedule.samples.indices
     metrics = index.metrics()
@@ -84,16 +88,30 @@ def facts_of(demo: Path, arm: str) -> dict[str, Any]:
     else:
         work = sum(sampler.attention_of_ranks(step["step"]).sum(axis=0) for step in steps)
         pairs = (work * RANKS / steps[-1]["tokens_seen"] / 2).tolist()
+    seconds = np.cumsum([step["seconds"] for step in steps])
+    losses = [line["loss"] for line in evaluations.values()]
+    others = sorted(demo.glob(f"{arm}-*/evaluation.jsonl"))
     return {
         "capacities": index.bucket_capacity.tolist(),
         "cut": metrics["truncation_ratio"],
         "longer": metrics["truncation_floor"],
         "padding": metrics["padding_ratio"],
         "pairs_per_token": pairs,
-        "tokens": [line["tokens_seen"] for line in evaluations.values()],
-        "losses": [line["loss"] for line in evaluations.values()],
-        "perplexity": [line["perplexity"] for line in evaluations.values()][-1],
+        "tokens_seen": steps[-1]["tokens_seen"],
+        "seconds": [float(seconds[step - 1]) for step in evaluations],
+        "losses": losses,
+        "last_losses": [losses[-1], *(list(read_jsonl(path))[-1]["loss"] for path in others)],
     }
+
+
+def seconds_to(target: float, figures: dict[str, Any]) -> float:
+    """Return the seconds until the held-out loss, linear between evaluations, is the target."""
+    losses, seconds = figures["losses"], figures["seconds"]
+    after = next(i for i, loss in enumerate(losses) if loss <= target)
+    before = max(after - 1, 0)
+    return float(
+        np.interp(-target, [-losses[before], -losses[after]], [seconds[before], seconds[after]])
+    )
 
 
 def compare(
@@ -121,62 +139,61 @@ def draw(demo: Path, facts: dict[str, Any], launches: Any, repeated: dict[str, A
         | {"xtick.color": INK, "ytick.color": INK, "axes.titlesize": 11, "axes.titleweight": "bold"}
         | {"axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False}
     )
-    figure = plt.figure(figsize=(11.5, 8.4))
-    left = figure.add_gridspec(
-        2, 1, left=0.06, right=0.60, top=0.85, bottom=0.165, hspace=0.42, height_ratios=(1.25, 1)
-    )
-    right = figure.add_gridspec(
-        4, 1, left=0.68, right=0.98, top=0.85, bottom=0.165, hspace=0.72,
-        height_ratios=(0.8, 0.8, 1.5, 2.1),
+    figure = plt.figure(figsize=(11.5, 7.4))
+    above = figure.add_gridspec(1, 3, left=0.05, right=0.97, top=0.82, bottom=0.60, wspace=0.2)
+    below = figure.add_gridspec(
+        1, 3, left=0.05, right=0.97, top=0.50, bottom=0.20, wspace=0.26,
+        width_ratios=(1.5, 0.95, 0.6),
     )  # fmt: skip
     figure.text(
-        0.06, 0.945, "The same documents, packed in two ways", fontsize=17, fontweight="bold"
+        0.05, 0.94, "The same documents, packed in two ways", fontsize=17, fontweight="bold"
     )
-    for x, arm in ((0.06, "bucket"), (0.205, "concat")):
-        figure.text(x, 0.915, "\N{BLACK SQUARE} " + ARMS[arm], color=COLORS[arm], fontweight="bold")
-    draw_losses(figure.add_subplot(left[0]), facts)
-    draw_launches(figure.add_subplot(left[1]), *launches, repeated)
+    for x, arm in ((0.05, "bucket"), (0.205, "concat")):
+        figure.text(x, 0.90, "\N{BLACK SQUARE} " + ARMS[arm], color=COLORS[arm], fontweight="bold")
     draw_bars(
-        figure.add_subplot(right[0]), "documents cut",
-        {arm: 100 * facts[arm]["cut"] for arm in ARMS}, "{:.1f} %", 100 * facts["bucket"]["longer"],
+        figure.add_subplot(above[0]), "documents cut",
+        {arm: 100 * facts[arm]["cut"] for arm in ARMS},
+        {arm: f"{facts[arm]['cut']:.1%}, {facts[arm]['padding']:.2%} padding" for arm in ARMS},
+        100 * facts["bucket"]["longer"],
     )  # fmt: skip
+    draw_work(figure.add_subplot(above[1]), facts)
+    seconds = {arm: facts[arm]["seconds_to_target"] for arm in ARMS}
     draw_bars(
-        figure.add_subplot(right[1]), "padding",
-        {arm: 100 * facts[arm]["padding"] for arm in ARMS}, "{:.3f} %", least=1.0,
+        figure.add_subplot(above[2]),
+        f"seconds to a held-out loss of {repeated['target_loss']:.2f}", seconds,
+        {arm: f"{seconds[arm]:.0f} s" for arm in ARMS},
     )  # fmt: skip
-    draw_work(figure.add_subplot(right[2]), facts)
+    draw_launches(figure.add_subplot(below[0]), *launches, repeated)
     lengths = IndexedDataset(demo / "train").document_lengths
-    draw_lengths(figure.add_subplot(right[3]), lengths, facts)
-    valid = len(IndexedDataset(demo / "valid").document_lengths)
-    lower = facts["bucket"]["losses"][-1] < facts["concat"]["losses"][-1]
-    words = {"valid": valid, "loss": LOWER if lower else NOT_LOWER}
-    caption = CAPTION.format(capacity=facts["concat"]["capacities"][-1], **words)
+    draw_lengths(figure.add_subplot(below[1]), lengths, facts)
+    draw_seeds(figure.add_subplot(below[2]), facts)
+    caption = CAPTION.format(
+        valid=len(IndexedDataset(demo / "valid").document_lengths),
+        capacity=facts["concat"]["capacities"][-1],
+        parameters=repeated["parameters"] / 1e6,
+        tokens=facts["bucket"]["tokens_seen"] / 1e3,
+    )
     figure.text(
-        0.06, 0.025, textwrap.fill(caption, 170), fontsize=8.2, color="#475569", linespacing=1.5
+        0.05, 0.025, textwrap.fill(caption, 172), fontsize=8.2, color="#475569", linespacing=1.5
     )
     figure.savefig(demo / "demo.png", dpi=150)
 
 
-def draw_losses(axis: Axes, facts: dict[str, Any]) -> None:
-    ends = {arm: facts[arm]["losses"][-1] for arm in ARMS}
-    middle = sum(ends.values()) / len(ends)
-    for arm in reversed(ARMS):
-        tokens, losses = np.array(facts[arm]["tokens"]) / 1e6, facts[arm]["losses"]
-        axis.plot(tokens, losses, color=COLORS[arm], linewidth=2.4, marker="o", markersize=4)
-        axis.annotate(
-            f"{ends[arm]:.2f}", (tokens[-1], ends[arm]), color=COLORS[arm], fontweight="bold",
-            xytext=(8, 5 if ends[arm] > middle else -11), textcoords="offset points",
-        )  # fmt: skip
-    perplexities = [facts[arm]["perplexity"] for arm in ARMS]
-    words = "perplexity {:.0f} in buckets, {:.0f} concatenated".format(*perplexities)
-    axis.text(0.97, 0.9, words, transform=axis.transAxes, ha="right", fontweight="bold")
-    axis.set(
-        title="loss on held-out documents",
-        xlabel="million training tokens",
-        ylabel="nats per token",
-    )
+def draw_seeds(axis: Axes, facts: dict[str, Any]) -> None:
+    """Plot the last held-out loss of every seed; a line joins both packings of a seed."""
+    pairs = np.array([facts[arm]["last_losses"] for arm in ARMS])
+    axis.plot([0, 1], pairs, color=PALE, linewidth=1.5)
+    for x, arm in enumerate(ARMS):
+        axis.plot([x] * pairs.shape[1], pairs[x], "o", color=COLORS[arm], markersize=5)
+    differences = pairs[0] - pairs[1]
+    spread = f", sd {differences.std(ddof=1):.3f}" if len(differences) > 1 else ""
+    axis.set_title(f"last held-out loss, {len(differences)} seeds", fontsize=9.5)
+    axis.set_xticks([0, 1], ["buckets", "concat."])
+    axis.set_xlabel(f"mean difference {differences.mean():+.3f}{spread}", fontsize=8.2)
+    axis.locator_params(axis="y", nbins=5)
     axis.grid(axis="y", color=PALE)
-    axis.margins(x=0.07, y=0.1)
+    axis.margins(x=0.3, y=0.25)
+    axis.tick_params(labelsize=8)
 
 
 def draw_launches(
@@ -194,10 +211,9 @@ def draw_launches(
     axis.axvline(at, color=INK, linewidth=1, linestyle=(0, (3, 3)))
     count, same = repeated["repeated_steps"], repeated["same_samples"]
     axis.annotate(
-        f"kill -9 after step {at}, and the same command again:\n"
-        f"{count} steps since the last checkpoint were repeated,\n"
-        f"{'all' if same == count else same} with the same samples;\n"
-        f"largest difference of a loss: {repeated['largest_difference']:.1g}",
+        f"kill -9 after step {at}, then the\nsame command again: {count} steps\n"
+        f"were repeated, {'all' if same == count else same} with the\nsame samples; largest\n"
+        f"difference of a loss: {repeated['largest_difference']:.1g}",
         (at, 0.93), xycoords=("data", "axes fraction"), xytext=(8, 0),
         textcoords="offset points", va="top", fontsize=8.2,
     )  # fmt: skip
@@ -214,21 +230,19 @@ def draw_bars(
     axis: Axes,
     title: str,
     values: dict[str, float],
-    form: str,
+    texts: dict[str, str],
     unavoidable: float = 0.0,
-    *,
-    least: float = 0.0,
 ) -> None:
-    """Plot one bar per arm; the unavoidable part is paler. ``least``: minimum end of the axis."""
-    longest = max(*values.values(), least)
+    """Plot one bar per arm with its text; the unavoidable part is paler."""
+    longest = max(values.values())
     for y, arm in enumerate(ARMS):
         axis.barh(y, values[arm], color=COLORS[arm], height=0.72)
         if unavoidable:
             axis.barh(y, unavoidable, color="white", alpha=0.55, height=0.72)
-        axis.text(values[arm] + 0.02 * longest, y, form.format(values[arm]), va="center")
+        axis.text(values[arm] + 0.02 * longest, y, texts[arm], va="center")
     if unavoidable:
         title += " (pale: longer than any sample)"
-    _plain(axis, title, 1.3 * longest)
+    _plain(axis, title, 1.6 * longest)
 
 
 def draw_work(axis: Axes, facts: dict[str, Any]) -> None:

@@ -299,7 +299,7 @@ def measured() -> str:
          f"{_two(split('Fixed-16384'))} %", f"{_two(split(bucket))} %, "
          f"{_two(split(bucket, 'r_pad %'))} % padding", "composition"),
         ("busiest of 64 ranks, attention, 3 samples of 16,384 each; mean = 1",
-         f"dealt at random: {_two(random)}", f"{ours:.2f}", "schedule"),
+         f"assigned at random: {_two(random)}", f"{ours:.2f}", "schedule"),
         ("samples a second inside Megatron, one or four a micro batch",
          "GPTDataset without workers (with two it is slower)",
          f"{_two(inside[0])} and {_two(inside[1])} times", "data"),

@@ -22,6 +22,7 @@ import site_hook
 import tables
 from programs import ended
 
+import megapack
 from megapack.cli.main import COMMANDS as COMMANDS_OF_BUILD
 from megapack.data.blend import Ramp, Source, Stage
 from megapack.integrations.rows.open_rows import Manifest
@@ -54,9 +55,18 @@ def test_api_of_a_package_shows_every_public_name_once(package: str, made: dict[
 
 
 @pytest.mark.pages
+def test_api_begins_with_the_top_level_names_and_documents_them_there(made: dict[str, str]) -> None:
+    shown = re.findall(r"^::: [\w.]+\.(\w+)$", made["api/megapack.md"], re.MULTILINE)
+    assert set(shown) == set(megapack.__all__) - {"__version__"}
+    assert "::: megapack.packing.pack.pack\n" in made["api/megapack.md"], (
+        "the function, not its file"
+    )
+
+
+@pytest.mark.pages
 def test_api_has_the_integrations_that_guides_name(made: dict[str, str]) -> None:
     hosts = {"megatron", "gpt_neox", "megatron_deepspeed", "transformers", "planned", "verl"}
-    assert {f"api/integrations.hosts.{host}.md" for host in hosts} <= set(made)
+    assert {f"api/hosts/{host}.md" for host in hosts} <= set(made)
     assert "::: megapack.integrations.hosts.transformers.PackedTrainer" in "\n".join(made.values())
 
 
@@ -94,15 +104,26 @@ def test_configuration_key_says_its_meaning_and_its_default(cls: type) -> None:
 @pytest.mark.pages
 def test_configuration_page_says_types_defaults_units_as_yaml_does(made: dict[str, str]) -> None:
     everything = "\n".join(made.values())
-    assert all(key.meaning in everything for cls in CONFIGURATIONS for key in site_hook.keys(cls))
+    meanings = [key.meaning for cls in CONFIGURATIONS for key in site_hook.keys(cls)]
+    assert all(" ".join(meaning.split()) in everything for meaning in meanings)
     keys = {key.name: key for key in site_hook.keys(PretrainConfig)}
     assert (keys["num_steps"].type, keys["num_steps"].default) == ("int | null", "null")
     assert keys["run_dir"].default == ""
     page = made["configuration/training.md"]
-    lr = page.partition("### engine.precision {")[2].partition("###")[0]
-    assert "`bf16 | fp32`; default `bf16`" in lr
-    tokens = page.partition("### data.micro_batch_tokens {")[2].partition("###")[0]
-    assert "`int`, in tokens; must be given" in tokens
+    head = {line.split("`")[1]: line for line in page.splitlines() if line.startswith("`")}
+    assert "`bf16 | fp32`, default `bf16`" in head["engine.precision"]
+    assert "`int` tokens, required" in head["data.micro_batch_tokens"]
+    assert "distill.alpha" in head, "the keys of an optional section"
+
+
+@pytest.mark.pages
+def test_home_page_begins_with_a_banner_of_readme(made: dict[str, str]) -> None:
+    """Title, three buttons, for whom, the picture; the links of features are cards."""
+    banner, _, rest = made["index.md"].partition("\n## ")
+    assert banner.count(".md-button }") + banner.count(".md-button--primary }") == 3
+    order = ["# megapack", ".md-button", "**Use it if**", "**Do not use it if**", "packing.svg"]
+    assert [banner.index(part) for part in order] == sorted(banner.index(part) for part in order)
+    assert rest.index('<div class="grid cards" markdown>') > rest.index("## What it does")
 
 
 def test_meanings_that_stand_on_the_command_line_alone_are_found() -> None:

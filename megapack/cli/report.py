@@ -147,7 +147,7 @@ def tiles(facts: RunFacts) -> Iterator[tuple[str, str, str]]:
         remaining = (facts.num_steps - _num_done(facts)) * log.recent("seconds")
         yield "left", _duration(remaining), f"after {_duration(spent)} of training"
     else:
-        yield "trained for", _duration(spent), "without what was taken back"
+        yield "trained for", _duration(spent), "without repeated steps"
 
 
 class Check(NamedTuple):
@@ -260,7 +260,7 @@ def sections(facts: RunFacts) -> Iterator[str]:
         losses.append(("By source", report_charts.loss_by_source))
     if len(report_charts.buckets(facts)) > 1:
         is_mixed = facts.config.get("data", {}).get("mix") == "micro_step"
-        title = "By the first bucket of the step, which has several" if is_mixed else "By bucket"
+        title = "By bucket of the first micro step" if is_mixed else "By bucket"
         losses.append((title, report_charts.loss_by_bucket))
     if len(facts.evaluations) > 1:
         losses.append(("Validation", report_charts.validation))

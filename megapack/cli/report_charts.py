@@ -469,6 +469,7 @@ def gradients(facts: RunFacts) -> Chart:
     chart.axes.fill_between(bins.steps, low, high, color=LIGHT["blue0"], lw=0)
     curve(chart, bins, np.maximum(norms, 1e-12), BLUE)
     chart.axes.set_yscale("log")
+    chart.axes.locator_params(axis="y", subs=(1, 2, 5))  # a tick within a decade, too
     chart.axes.minorticks_off()
     chart.axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     chart.axes.set_ylabel("gradient norm")

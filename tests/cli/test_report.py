@@ -21,6 +21,7 @@ from megapack.cli.report_charts import (
     NUM_BINS,
     Bins,
     RunLog,
+    gradients,
     loss,
     loss_by_source,
     read_run,
@@ -267,7 +268,16 @@ def test_losses_by_bucket_of_mixed_steps_are_titled(tmp_path: Path) -> None:
     path = write_log(tmp_path, lines(3))
     assert "By bucket" in words_of(run_page(read_run(path)))
     (path / "config.yaml").write_text("data: {mix: micro_step}")
-    assert "By the first bucket of the step" in words_of(run_page(read_run(path)))
+    assert "By bucket of the first micro step" in words_of(run_page(read_run(path)))
+
+
+def test_gradient_norms_within_a_decade_have_ticks(tmp_path: Path) -> None:
+    log = lines(9)
+    for item in log:
+        item["grad_norm"] = 1.3 + 0.2 * item["step"]
+    axes = gradients(read_run(write_log(tmp_path, log))).axes
+    low, high = axes.get_ylim()
+    assert sum(low < tick < high for tick in axes.get_yticks()) >= 1
 
 
 def test_memory_is_the_peak_of_all_starts(tmp_path: Path) -> None:
