@@ -30,6 +30,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from megapack.errors import ConfigError
 from megapack.planning.step_plan import Integers, StepPlan
+from megapack.planning.trees import TreePlan
 
 __all__ = ["AssignedStep", "Cluster", "StepTime", "simulate_step"]
 
@@ -100,20 +101,25 @@ class AssignedStep:
     useful_attention: float
 
     @classmethod
-    def of_plan(cls, plan: StepPlan, documents: Integers | None = None) -> AssignedStep:
-        """Return the work of a plan; ``documents``: true lengths, if the plan has padded ones."""
+    def of_plan(cls, plan: StepPlan | TreePlan, documents: Integers | None = None) -> AssignedStep:
+        """Return the work of a plan; ``documents``: true lengths, if the plan has padded ones.
+
+        The useful work of trees is that of their sequences in rows, so trees can have less work.
+        """
         true = plan.lengths if documents is None else documents
         shape = (plan.num_micro_batches, plan.num_ranks)
         first = np.tile(np.arange(plan.num_ranks), (shape[0], 1))
-        shared = np.flatnonzero(plan.degree > 1)
         exchanged = np.zeros(shape)
+        shared = np.flatnonzero(plan.degree > 1) if isinstance(plan, StepPlan) else np.zeros(0, int)
         for i in shared.tolist():
             begin, degree = int(plan.first_rank[i]), int(plan.degree[i])
             group = (plan.micro_batch[i], slice(begin, begin + degree))
             first[group] = begin
             exchanged[group] += plan.lengths[i] * (degree - 1) / degree
         return cls(
-            tokens=plan.tokens,
+            tokens=plan.tokens
+            if isinstance(plan, StepPlan)
+            else plan.num_tokens.astype(np.float64),
             attention=plan.attention,
             exchanged=exchanged,
             first_rank=first,
@@ -177,7 +183,7 @@ class StepTime:
 
     @property
     def over_ideal(self) -> float:
-        """1.0 is perfect."""
+        """1.0 is perfect; prefix trees can be below it."""
         return self.time / self.ideal if self.ideal else 1.0
 
 
