@@ -193,8 +193,11 @@ def _simulate(
 ) -> Iterator[dict[str, Any]]:
     linear = costs["linear_cost_tokens"]
     assigned = {"the run's schedule": [s.scheduled for s in steps if s.scheduled is not None]}
-    trees = (_plan_trees(s, cluster, max_tokens, linear) for s in steps if s.tokens is not None)
-    assigned["prefix trees"] = [AssignedStep.of_plan(plan) for plan in trees]
+    assigned["prefix trees"] = [
+        AssignedStep.of_plan(_plan_trees(s.tokens, s.documents, cluster, max_tokens, linear))
+        for s in steps
+        if s.tokens is not None
+    ]
     for name, assign in ASSIGNMENTS.items():
         assigned[name] = [
             AssignedStep.of_plan(assign(s.documents, cluster, max_tokens, linear), s.documents)
@@ -208,15 +211,21 @@ def _simulate(
             yield {**_row(name, times), "tokens": tokens, "over": over}
 
 
-def _plan_trees(step: _Step, cluster: Cluster, max_tokens: int, linear: float) -> TreePlan:
-    barrier = "step" if cluster.barrier == "step" else "micro_batches"
+def _plan_trees(
+    tokens: NDArray[Any], documents: Lengths, cluster: Cluster, max_tokens: int, linear: float
+) -> TreePlan:
+    at_end = cluster.barrier == "step"
     return plan_trees(
-        step.tokens,
-        offsets=np.append(0, np.cumsum(step.documents)),
+        tokens,
+        offsets=np.append(0, np.cumsum(documents)),
         num_ranks=cluster.num_ranks,
         max_tokens_per_rank=max_tokens,
         linear_cost_tokens=linear,
-        balance="pipeline" if cluster.pipeline_parallel > 1 else barrier,
+        balance="pipeline"
+        if cluster.pipeline_parallel > 1
+        else "step"
+        if at_end
+        else "micro_batches",
         micro_batch_multiple=cluster.pipeline_parallel if cluster.virtual_stages > 1 else 1,
     )
 

@@ -110,16 +110,17 @@ class AssignedStep:
         shape = (plan.num_micro_batches, plan.num_ranks)
         first = np.tile(np.arange(plan.num_ranks), (shape[0], 1))
         exchanged = np.zeros(shape)
-        shared = np.flatnonzero(plan.degree > 1) if isinstance(plan, StepPlan) else np.zeros(0, int)
-        for i in shared.tolist():
-            begin, degree = int(plan.first_rank[i]), int(plan.degree[i])
-            group = (plan.micro_batch[i], slice(begin, begin + degree))
-            first[group] = begin
-            exchanged[group] += plan.lengths[i] * (degree - 1) / degree
+        if isinstance(plan, TreePlan):
+            tokens = plan.num_tokens.astype(np.float64)
+        else:
+            tokens = plan.tokens
+            for i in np.flatnonzero(plan.degree > 1).tolist():
+                begin, degree = int(plan.first_rank[i]), int(plan.degree[i])
+                group = (plan.micro_batch[i], slice(begin, begin + degree))
+                first[group] = begin
+                exchanged[group] += plan.lengths[i] * (degree - 1) / degree
         return cls(
-            tokens=plan.tokens
-            if isinstance(plan, StepPlan)
-            else plan.num_tokens.astype(np.float64),
+            tokens=tokens,
             attention=plan.attention,
             exchanged=exchanged,
             first_rank=first,
