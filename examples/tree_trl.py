@@ -4,8 +4,8 @@ python examples/tree_trl.py --method grpo
 python examples/tree_trl.py --method dpo
 
 Trains without and with trees, each in its own process, and prints the tokens that the model
-forwarded, without generation, processor seconds (except generation), the growth of memory, and the
-largest difference of a parameter after the last step.
+forwarded, without generation, processor seconds (except generation), the growth of memory, and how
+far parameters moved and differ after the last step.
 """
 
 from __future__ import annotations
@@ -63,6 +63,11 @@ def words(rng: np.random.Generator, count: int) -> str:
 def distinct(completions: list[str], **_: Any) -> list[float]:
     """Reward completions for different words."""
     return [len(set(text.split())) / (1 + len(text.split())) for text in completions]
+
+
+def copies(model: Any) -> list[Any]:
+    """Return the parameters as arrays."""
+    return [parameter.detach().float().numpy(force=True).copy() for parameter in model.parameters()]
 
 
 def train(args: argparse.Namespace, trees: bool) -> dict[str, Any]:
@@ -140,18 +145,19 @@ def train(args: argparse.Namespace, trees: bool) -> dict[str, Any]:
 
     for each in (model, reference):
         each.model.register_forward_pre_hook(count, with_kwargs=True)
+    start = copies(model)
     memory, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     trainer.train()
     seconds = time.process_time() - begin - getattr(trainer, "generation_seconds", 0.0)
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory) / 1024
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    parameters = [parameter.detach().float().numpy(force=True) for parameter in model.parameters()]
     return {
         "tokens": forwarded[0],
         "seconds": seconds,
         "MiB": grown,
         "losses": losses,
-        "parameters": parameters,
+        "parameters": (parameters := copies(model)),
+        "moved": max(abs(new - old).max() for new, old in zip(parameters, start, strict=True)),
     }
 
 
@@ -172,7 +178,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
             found[name] = pool.apply(train, (args, trees))
         print("{}: {tokens:,} tokens, {seconds:.1f} s, {MiB:.0f} MiB".format(name, **found[name]))
     pairs = zip(*(each["parameters"] for each in found.values()), strict=True)
-    print(f"largest difference of a parameter: {max(abs(a - b).max() for a, b in pairs):.1e}")
+    differ, moved = max(abs(a - b).max() for a, b in pairs), found["with trees"]["moved"]
+    print(f"parameters moved by up to {moved:.1e} and differ by up to {differ:.1e}")
     return found
 
 

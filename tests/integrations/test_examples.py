@@ -89,6 +89,7 @@ def test_the_tree_example_trains_the_same_with_fewer_tokens(
     assert with_trees["losses"] == pytest.approx(without["losses"], rel=1e-4, abs=1e-5)
     for ours, theirs in zip(with_trees["parameters"], without["parameters"], strict=True):
         assert abs(ours - theirs).max() < 1e-5
+    assert with_trees["moved"] > 1e-4
     assert with_trees["tokens"] < 0.7 * without["tokens"]
 
 
