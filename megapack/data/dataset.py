@@ -363,10 +363,10 @@ class PackedDataset(Dataset[Batch]):
                 *buffers.column_arrays,
             )
 
-        bounds = Bounds(*self.remote_reads.read(ids, gather))
+        bounds = self.remote_reads.read(ids, gather)
         if view.window:
             num_rows = rows if per_row else 1
-            bounds = cut_bounds(bounds, view.window, num_rows=num_rows, entries=entries)
+            bounds = cut_bounds(Bounds(*bounds), view.window, num_rows=num_rows, entries=entries)
         cu_seqlens, cu_seqlens_padded, dataset_ids, max_seqlen, trees = bounds
         stream = layout.kind == "stream"
         batch: Batch = {**buffers.shaped((1, rows * row_tokens) if stream else (rows, row_tokens))}
@@ -376,7 +376,7 @@ class PackedDataset(Dataset[Batch]):
         batch["dataset_ids"] = torch.from_numpy(dataset_ids)
         batch["max_seqlen"] = max_seqlen
         if trees is not None:
-            batch |= tree_entries(bounds)
+            batch |= tree_entries(Bounds(*bounds))
         if num_targets := self._options["num_mtp_targets"]:
             batch |= mtp_targets(batch, num_targets, attention=self._options["attention"])
         return batch
