@@ -1,15 +1,17 @@
 """TRL's GRPOTrainer and DPOTrainer on prefix trees: a prompt is computed once for its completions.
 
 python examples/tree_trl.py --method grpo
-python examples/tree_trl.py --method dpo --no-trees
+python examples/tree_trl.py --method dpo
 
-Prints the tokens that the model forwarded, without generation, processor seconds (except
-generation) and the growth of memory; both ways train the same parameters.
+Trains without and with trees, each in its own process, and prints the tokens that the model
+forwarded, without generation, processor seconds (except generation), the growth of memory, and how
+far parameters moved and differ after the last step.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import resource
 import time
 from collections.abc import Sequence
@@ -25,6 +27,8 @@ from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 from megapack.attention import register
 from megapack.integrations.hosts.planned import PlannedGRPOMixin
 from megapack.integrations.hosts.trees import TreeDPOMixin
+
+ANSWERS = 16  # of a prompt
 
 
 class Timed:
@@ -61,26 +65,23 @@ def distinct(completions: list[str], **_: Any) -> list[float]:
     return [len(set(text.split())) / (1 + len(text.split())) for text in completions]
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Train; return what was measured, and the logged losses."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--method", choices=("grpo", "dpo"), default="grpo")
-    parser.add_argument("--no-trees", action="store_true")
-    parser.add_argument("--prompt-tokens", type=int, default=192)
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--output", default="runs/tree_trl")
-    args = parser.parse_args(argv)
+def copies(model: Any) -> list[Any]:
+    """Return the parameters as arrays."""
+    return [parameter.detach().float().numpy(force=True).copy() for parameter in model.parameters()]
 
-    trees, cuda = not args.no_trees, torch.cuda.is_available()
+
+def train(args: argparse.Namespace, trees: bool) -> dict[str, Any]:
+    """Train; return what was measured, the logged losses and the parameters."""
+    cuda = torch.cuda.is_available()
     register("flash2" if cuda else "sdpa")
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=50,
-        hidden_size=128,
-        intermediate_size=256,
+        hidden_size=args.hidden_size,
+        intermediate_size=2 * args.hidden_size,
         num_hidden_layers=4,
         num_attention_heads=4,
-        max_position_embeddings=512,
+        max_position_embeddings=args.prompt_tokens + args.answer_tokens + 8,
         eos_token_id=1,
         pad_token_id=0,
     )
@@ -98,8 +99,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "output_dir": args.output,
         "max_steps": args.steps,
         "gradient_accumulation_steps": 1,
-        "learning_rate": 1e-3,
-        "per_device_train_batch_size": 32 if args.method == "grpo" else 16,
+        "learning_rate": 0.1,
+        "optim": "sgd",
+        "per_device_train_batch_size": 2 * ANSWERS if args.method == "grpo" else 16,
         "logging_steps": 1,
         "report_to": [],
         "save_strategy": "no",
@@ -111,8 +113,14 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     shared = {"model": model, "processing_class": tokenizer}
     rng = np.random.default_rng(0)
     prompts = [words(rng, args.prompt_tokens) for _ in range(16 * args.steps)]
+    length = args.answer_tokens
     if args.method == "grpo":
-        settings = GRPOConfig(**common, num_generations=8, max_completion_length=32)
+        settings = GRPOConfig(
+            **common,
+            num_generations=ANSWERS,
+            max_completion_length=length,
+            generation_kwargs={"min_new_tokens": length},
+        )
         data = datasets.Dataset.from_dict({"prompt": prompts})
         shared |= {"args": settings, "reward_funcs": distinct, "train_dataset": data}
         trainer: Any = (
@@ -121,9 +129,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             else StockGRPO(**shared)
         )
     else:
-        answers = {name: [words(rng, 24) for _ in prompts] for name in ("chosen", "rejected")}
+        answers = {
+            name: [" " + words(rng, length) for _ in prompts] for name in ("chosen", "rejected")
+        }
         data = datasets.Dataset.from_dict({"prompt": prompts, **answers})
-        settings = DPOConfig(**common, max_length=512)
+        settings = DPOConfig(**common, max_length=config.max_position_embeddings)
         shared |= {"args": settings, "ref_model": reference, "train_dataset": data}
         trainer = (TreeDPO if trees else DPOTrainer)(**shared)
 
@@ -135,16 +145,42 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
     for each in (model, reference):
         each.model.register_forward_pre_hook(count, with_kwargs=True)
+    start = copies(model)
     memory, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     trainer.train()
     seconds = time.process_time() - begin - getattr(trainer, "generation_seconds", 0.0)
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory) / 1024
-    print(
-        f"{args.method} {'with' if trees else 'without'} trees: {forwarded[0]:,} tokens, "
-        f"{seconds:.1f} s, {grown:.0f} MiB"
-    )
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return {"tokens": forwarded[0], "seconds": seconds, "MiB": grown, "losses": losses}
+    return {
+        "tokens": forwarded[0],
+        "seconds": seconds,
+        "MiB": grown,
+        "losses": losses,
+        "parameters": (parameters := copies(model)),
+        "moved": max(abs(new - old).max() for new, old in zip(parameters, start, strict=True)),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
+    """Train both ways; print and return what was measured."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--method", choices=("grpo", "dpo"), default="grpo")
+    parser.add_argument("--prompt-tokens", type=int, default=600)
+    parser.add_argument("--answer-tokens", type=int, default=60)
+    parser.add_argument("--hidden-size", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--output", default="runs/tree_trl")
+    args = parser.parse_args(argv)
+    found = {}
+    for name, trees in (("without trees", False), ("with trees", True)):
+        # A process of its own: the memory of one run is not reused by the other.
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            found[name] = pool.apply(train, (args, trees))
+        print("{}: {tokens:,} tokens, {seconds:.1f} s, {MiB:.0f} MiB".format(name, **found[name]))
+    pairs = zip(*(each["parameters"] for each in found.values()), strict=True)
+    differ, moved = max(abs(a - b).max() for a, b in pairs), found["with trees"]["moved"]
+    print(f"parameters moved by up to {moved:.1e} and differ by up to {differ:.1e}")
+    return found
 
 
 if __name__ == "__main__":

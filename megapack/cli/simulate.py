@@ -3,9 +3,12 @@
 SOURCE is a configuration of megapack-pretrain (.yaml), whose steps are assigned to ranks as in
 training, or lengths of documents: a dataset PREFIX, a .samples file, .npy, or .txt (one per line).
 plan_step and the usual methods then assign the same documents to the same ranks under the same
-limit of tokens, and every forward and backward of every stage and rank is simulated.
+limit of tokens, and every forward and backward of every stage and rank is simulated. With --trees,
+so are prefix trees (plan_trees), in which documents of a step share what they begin with.
 
-  time        of the step over the ideal, in which all GPUs do equal parts of the useful work
+  tokens      forwarded by all ranks, with padding
+  time        of the step over the ideal, in which all GPUs do equal parts of the useful work; less
+              than 1 if trees save more work than ranks waste
   extra       share of the GPUs' time for padding, attention between documents, and exchanges
   bubbles     share in which a GPU waits for another stage of its pipeline
   waiting     share in which it waits for other ranks, at a barrier or at the end of the step
@@ -20,6 +23,7 @@ examples:
   megapack-build simulate lengths.npy --data-parallel 16 --max-tokens 33792 \\
       --documents-per-step 2048
   megapack-build simulate run.yaml --data-parallel 64 --barrier step
+  megapack-build simulate rollouts --data-parallel 16 --max-tokens 32768 --trees
   megapack-build simulate corpus_text_document --data-parallel 8 --context 4 --pipeline 4 \\
       --virtual-stages 2 --max-tokens 8192 --model 8b --exchange-cost-tokens 400
 """
@@ -42,9 +46,18 @@ from megapack.compare import MODELS
 from megapack.config import check_range, load_config
 from megapack.errors import ConfigError, DataError
 from megapack.packing import SampleIndex
-from megapack.planning import ASSIGNMENTS, AssignedStep, Cluster, StepTime, simulate_step
+from megapack.planning import (
+    ASSIGNMENTS,
+    AssignedStep,
+    Cluster,
+    StepTime,
+    TreePlan,
+    plan_trees,
+    simulate_step,
+)
 from megapack.planning.assignments import cut_documents
-from megapack.storage import read_document_lengths
+from megapack.storage import IndexedDataset, read_document_lengths
+from megapack.storage.address import is_remote
 from megapack.storage.dataset import MAX_DOCUMENT_TOKENS, read_lengths_file
 from megapack.units import counted
 
@@ -59,6 +72,7 @@ Lengths = NDArray[np.int64]
 _COLUMNS: dict[str, Any] = {
     "assignment": lambda row: row["assignment"],
     "micro batches": lambda row: f"{row['micro_batches']:,.1f}",
+    "tokens": lambda row: f"{row['tokens']:,}",
     "time": lambda row: f"{row['time']:,.3f}",
     "extra %": lambda row: f"{row['extra_%']:,.2f}",
     "bubbles %": lambda row: f"{row['bubbles_%']:,.2f}",
@@ -72,6 +86,7 @@ _COLUMNS: dict[str, Any] = {
 class _Step:
     documents: Lengths
     scheduled: AssignedStep | None = None
+    tokens: NDArray[Any] | None = None  # of all documents, for trees
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -105,6 +120,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--steps", 4, "number of steps to simulate, evenly spread (default: %(default)s)"),
     ):
         steps.add_argument(option, type=positive, default=default, metavar="N", help=text)
+    steps.add_argument(
+        "--trees", action="store_true", help="also simulate prefix trees; reads tokens of PREFIX"
+    )
     work = parser.add_argument_group("work")
     work.add_argument(
         "--model",
@@ -173,21 +191,46 @@ def run(args: argparse.Namespace) -> None:
 def _simulate(
     steps: list[_Step], cluster: Cluster, max_tokens: int, costs: dict[str, float]
 ) -> Iterator[dict[str, Any]]:
-    if steps[0].scheduled is not None:
-        scheduled = [step.scheduled for step in steps if step.scheduled is not None]
-        times = [simulate_step(assigned, cluster, **costs) for assigned in scheduled]
-        yield _row("the run's schedule", times, 0)
+    linear = costs["linear_cost_tokens"]
+    assigned = {"the run's schedule": [s.scheduled for s in steps if s.scheduled is not None]}
+    assigned["prefix trees"] = [
+        AssignedStep.of_plan(_plan_trees(s.tokens, s.documents, cluster, max_tokens, linear))
+        for s in steps
+        if s.tokens is not None
+    ]
     for name, assign in ASSIGNMENTS.items():
-        times, over = [], 0
-        for step in steps:
-            plan = assign(step.documents, cluster, max_tokens, costs["linear_cost_tokens"])
-            assigned = AssignedStep.of_plan(plan, step.documents)
-            times.append(simulate_step(assigned, cluster, **costs))
-            over += int((assigned.tokens > max_tokens).sum())
-        yield _row(name, times, over)
+        assigned[name] = [
+            AssignedStep.of_plan(assign(s.documents, cluster, max_tokens, linear), s.documents)
+            for s in steps
+        ]
+    for name, of_steps in assigned.items():
+        if of_steps:
+            times = [simulate_step(step, cluster, **costs) for step in of_steps]
+            over = sum(int((step.tokens > max_tokens).sum()) for step in of_steps)
+            tokens = round(sum(float(step.tokens.sum()) for step in of_steps))
+            yield {**_row(name, times), "tokens": tokens, "over": over}
 
 
-def _row(name: str, times: list[StepTime], over: int) -> dict[str, Any]:
+def _plan_trees(
+    tokens: NDArray[Any], documents: Lengths, cluster: Cluster, max_tokens: int, linear: float
+) -> TreePlan:
+    at_end = cluster.barrier == "step"
+    return plan_trees(
+        tokens,
+        offsets=np.append(0, np.cumsum(documents)),
+        num_ranks=cluster.num_ranks,
+        max_tokens_per_rank=max_tokens,
+        linear_cost_tokens=linear,
+        balance="pipeline"
+        if cluster.pipeline_parallel > 1
+        else "step"
+        if at_end
+        else "micro_batches",
+        micro_batch_multiple=cluster.pipeline_parallel if cluster.virtual_stages > 1 else 1,
+    )
+
+
+def _row(name: str, times: list[StepTime]) -> dict[str, Any]:
     total = sum(t.time for t in times) or 1.0
 
     def share(field: str) -> float:
@@ -201,7 +244,6 @@ def _row(name: str, times: list[StepTime], over: int) -> dict[str, Any]:
         "bubbles_%": share("bubble"),
         "waiting_%": share("waiting"),
         "empty": sum(t.empty for t in times),
-        "over": over,
     }
 
 
@@ -210,7 +252,7 @@ def _row(name: str, times: list[StepTime], over: int) -> dict[str, Any]:
 
 def _steps_of_lengths(args: argparse.Namespace, cluster: Cluster) -> Iterator[_Step]:
     refuse_without("a run (.yaml)", set=" ".join(args.set) or None)
-    uncut = _read_lengths(args.source)
+    uncut, flat = _read_lengths(args.source), _read_tokens(args)
     if (uncut < 0).any():
         raise DataError(f"{args.source}: a document has {uncut.min()} tokens; give 0 or more")
     longest = args.max_tokens * args.context
@@ -218,6 +260,11 @@ def _steps_of_lengths(args: argparse.Namespace, cluster: Cluster) -> Iterator[_S
     if not len(lengths):
         raise DataError(f"{args.source}: no document has a token; give a corpus that has tokens")
     if cut := int((uncut > longest).sum()):
+        if flat is not None:
+            raise ConfigError(
+                f"{args.source} has a document of {uncut.max():,} tokens, and a micro batch has "
+                f"{longest:,}: trees have whole documents, so raise --max-tokens"
+            )
         note(f"{counted(cut, 'document')} of more than {longest:,} tokens cut there")
     ends = np.concatenate([[0], np.cumsum(lengths)])
     tokens = MICRO_BATCHES * args.max_tokens * cluster.num_ranks
@@ -230,8 +277,24 @@ def _steps_of_lengths(args: argparse.Namespace, cluster: Cluster) -> Iterator[_S
         begin = i * len(lengths) // num_steps
         end = int(np.searchsorted(ends, ends[begin] + tokens, side="right")) - 1
         if args.documents_per_step is not None:
-            end = begin + args.documents_per_step
-        yield _Step(documents=lengths[begin:end])
+            end = min(begin + args.documents_per_step, len(lengths))
+        part = None if flat is None else flat[ends[begin] : ends[end]]
+        yield _Step(documents=lengths[begin:end], tokens=part)
+
+
+def _read_tokens(args: argparse.Namespace) -> NDArray[Any] | None:
+    """Return the tokens of all documents, for trees; None without --trees."""
+    if not args.trees:
+        return None
+    if args.context > 1:
+        raise ConfigError(
+            f"--context is {args.context}, and ranks cannot share trees: leave it out"
+        )
+    if is_remote(args.source) or not IndexedDataset.exists(args.source):
+        raise ConfigError(
+            f"--trees compares tokens, and {args.source} is not a local dataset PREFIX: give one"
+        )
+    return np.asarray(IndexedDataset(args.source).tokens)
 
 
 def _read_lengths(source: str) -> NDArray[Any]:
@@ -239,7 +302,10 @@ def _read_lengths(source: str) -> NDArray[Any]:
     if source.endswith(".npy"):
         return read_lengths_file(source)
     if source.endswith(".samples"):
-        return np.asarray(SampleIndex.load(source).segment_length)
+        index = SampleIndex.load(source)
+        if index.has_trees:
+            raise ConfigError(f"{source} has nodes of prefix trees: give its dataset and --trees")
+        return np.asarray(index.segment_length)
     if source.endswith(".txt"):
         words = Path(source).read_text(encoding="utf-8").split()
         wrong = next((w for w in words if not w.isdecimal() or int(w) > MAX_DOCUMENT_TOKENS), None)
@@ -260,6 +326,11 @@ def _steps_of_run(args: argparse.Namespace, cluster: Cluster) -> tuple[list[_Ste
     from megapack.data.run import OpenRun  # noqa: PLC0415
     from megapack.training.config import PretrainConfig  # noqa: PLC0415
 
+    if args.trees:
+        raise ConfigError(
+            f"--trees with {args.source}: a run has trees if its data.attention is tree; leave "
+            "--trees out"
+        )
     if args.max_tokens is not None or args.documents_per_step is not None:
         raise ConfigError(
             f"{args.source} defines the size of a step: leave out --max-tokens and "
@@ -277,9 +348,11 @@ def _steps_of_run(args: argparse.Namespace, cluster: Cluster) -> tuple[list[_Ste
     steps = []
     for i in np.unique(np.linspace(0, opened.num_steps - 1, args.steps).astype(int)).tolist():
         content = schedule.step(i)
-        documents = cut_lengths(
-            schedule.samples.segment_lengths(content.sample_ids, content.view), content.view.window
-        )
+        if schedule.samples.attention == "tree":
+            documents = schedule.samples.sequence_lengths(content.sample_ids)
+        else:
+            lengths = schedule.samples.segment_lengths(content.sample_ids, content.view)
+            documents = cut_lengths(lengths, content.view.window)
         attention = sampler.attention_of_ranks(i)
         degree = [sampler.ranks_per_micro_batch(draw.capacity) for draw in content.draws]
         scheduled = AssignedStep.of_attention(

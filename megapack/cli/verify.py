@@ -9,8 +9,9 @@
 For a dataset it checks header, sizes, pointers, document indices, conflicting dtype tables,
 checksums, the range of token ids, the ends of documents, and duplicates among the named datasets.
 For a .samples file it checks all checksums and, if its dataset is found, that every segment lies
-inside its document. For a shard manifest it checks every shard, and the files of each against the
-manifest; it prints only shards with findings. Datasets at addresses are fetched one at a time.
+inside its document, and that prefix trees are of its present tokens. For a shard manifest it checks
+every shard, and the files of each against the manifest; it prints only shards with findings.
+Datasets at addresses are fetched one at a time.
 Exit status 1 if there are errors; warnings and notes do not count.
 """
 
@@ -55,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
                 document_end_token=eod_token,
                 progress=progress,
             )
-    findings |= {name: verify_samples(name) for name in names}
+    findings |= {name: verify_samples(name, tokens=not args.no_tokens) for name in names}
     named = {*findings, *manifests}
     for manifest in manifests:
         shards, findings[manifest] = _verify_source(manifest, tokens=not args.no_tokens)

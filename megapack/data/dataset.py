@@ -394,10 +394,10 @@ class PackedDataset(_Dataset):
                 *buffers.column_arrays,
             )
 
-        bounds = Bounds(*self.remote_reads.read(ids, gather))
+        bounds = self.remote_reads.read(ids, gather)
         if view.window:
             num_rows = rows if per_row else 1
-            bounds = cut_bounds(bounds, view.window, num_rows=num_rows, entries=entries)
+            bounds = cut_bounds(Bounds(*bounds), view.window, num_rows=num_rows, entries=entries)
         cu_seqlens, cu_seqlens_padded, dataset_ids, max_seqlen, trees = bounds
         stream = layout.kind == "stream"
         batch: Batch = {**buffers.shaped((1, rows * row_tokens) if stream else (rows, row_tokens))}
@@ -407,7 +407,7 @@ class PackedDataset(_Dataset):
         others["dataset_ids"] = dataset_ids
         others["max_seqlen"] = max_seqlen
         if trees is not None:
-            others |= tree_entries(bounds)
+            others |= tree_entries(Bounds(*bounds))
         if num_targets := self._options["num_mtp_targets"]:
             attention = self._options["attention"]
             others |= mtp_targets(batch | others, num_targets, attention=attention)

@@ -430,6 +430,18 @@ class SampleSource:
             parts.append(np.asarray(index.segment_begin[segments_of(index, local)[0]], np.int64))
         return np.concatenate(parts)
 
+    def sequence_lengths(self, ids: Ids) -> Ids:
+        """Return the lengths of all documents of samples with prefix trees."""
+        parts = [np.zeros(0, np.int64)]
+        for shard, _, local in self._by_shard(ids):
+            index = self.shards.index(shard)
+            segments = segments_of(index, local)[0]
+            ends = np.asarray(index.segment_end_offsets)
+            lengths = np.asarray(index.segment_length[segments], np.int64)
+            lengths += np.asarray(index.segment_begin[segments])
+            parts.append(np.repeat(lengths, ends[segments + 1] - ends[segments]))
+        return np.concatenate(parts)
+
     def attention_cost(
         self, ids: Ids, capacity: int, view: StepView = PLAIN, *, whole: bool | None = None
     ) -> Ids:

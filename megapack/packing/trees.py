@@ -99,7 +99,8 @@ def pack_trees(
 
     Documents of one group are in one sample if their tree fits. ``max_depth`` limits the nodes on a
     path; documents that branch below it get copies of a node. With groups, also their
-    ``GROUP_COUNTS``. Raises DataError for a document longer than the capacity.
+    ``GROUP_COUNTS``. Raises DataError for a document longer than the capacity, ValueError for paths
+    of more than 256 tokens for each of the capacity.
     """
     lengths, groups = documents.lengths, documents.groups
     if lengths.max(initial=0) > capacity:

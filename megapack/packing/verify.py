@@ -11,6 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from megapack.errors import ConfigError, FormatError, IndexMismatchError
+from megapack.packing.metrics import array_checksum
 from megapack.packing.sample_index import SampleIndex
 from megapack.packing.shard_packing import describe_shard
 from megapack.packing.sharded import PackedShard, ShardedIndex
@@ -22,9 +23,10 @@ from megapack.storage.verify import Finding, has_errors, leftovers, verify
 _REMEDY = "pack the dataset again"
 
 
-def verify_samples(path: str, prefix: str | None = None) -> list[Finding]:
+def verify_samples(path: str, prefix: str | None = None, *, tokens: bool = True) -> list[Finding]:
     """Compare all checksums of a file or address and, if the dataset is found, segments with
-    documents. ``prefix`` None means the recorded dataset. Raises OSError."""
+    documents; with ``tokens``, also the tokens of a local dataset that strategy ``tree`` compared.
+    ``prefix`` None means the recorded dataset. Raises OSError."""
     findings = [] if is_remote(path) else list(leftovers(Path(path)))
     try:
         index = SampleIndex.load(path, verify=True)
@@ -35,6 +37,11 @@ def verify_samples(path: str, prefix: str | None = None) -> list[Finding]:
             return [*findings, Finding("note", "no-dataset", text)]
         index.check_source(dataset)
         index.verify(dataset.document_lengths)
+        recorded = (index.source or {}).get("tokens")
+        compared = tokens and recorded is not None and not is_remote(dataset.prefix)
+        if compared and recorded != array_checksum(dataset.tokens):
+            text = f"{path} has prefix trees of other tokens than {dataset.prefix} has now"
+            findings.append(Finding("error", "samples-source", text, _REMEDY))
     except FormatError as error:
         findings.append(Finding("error", "samples", str(error), _REMEDY))
     except IndexMismatchError as error:
@@ -53,7 +60,7 @@ def verify_shard(
     shard = index.shards[number]
     findings = {shard.prefix: verify(shard.prefix, tokens=tokens)}
     if not has_errors(findings[shard.prefix]):
-        findings[shard.samples] = verify_samples(shard.samples, shard.prefix)
+        findings[shard.samples] = verify_samples(shard.samples, shard.prefix, tokens=tokens)
     if not any(map(has_errors, findings.values())):
         findings[shard.prefix] += _differences(index, shard)
     return findings

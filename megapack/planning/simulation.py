@@ -31,6 +31,7 @@ from numpy.typing import ArrayLike, NDArray
 from megapack.calls import checked_call
 from megapack.errors import ConfigError
 from megapack.planning.step_plan import Integers, StepPlan
+from megapack.planning.trees import TreePlan
 
 __all__ = ["AssignedStep", "Cluster", "StepTime", "simulate_step"]
 
@@ -98,20 +99,26 @@ class AssignedStep:
     useful_attention: float
 
     @classmethod
-    def of_plan(cls, plan: StepPlan, documents: Integers | None = None) -> AssignedStep:
-        """Return the work of a plan; ``documents``: true lengths, if the plan has padded ones."""
+    def of_plan(cls, plan: StepPlan | TreePlan, documents: Integers | None = None) -> AssignedStep:
+        """Return the work of a plan; ``documents``: true lengths, if the plan has padded ones.
+
+        The useful work of trees is that of their sequences in rows, so trees can have less work.
+        """
         true = plan.lengths if documents is None else documents
         shape = (plan.num_micro_batches, plan.num_ranks)
         first = np.tile(np.arange(plan.num_ranks), (shape[0], 1))
-        shared = np.flatnonzero(plan.degree > 1)
         exchanged = np.zeros(shape)
-        for i in shared.tolist():
-            begin, degree = int(plan.first_rank[i]), int(plan.degree[i])
-            group = (plan.micro_batch[i], slice(begin, begin + degree))
-            first[group] = begin
-            exchanged[group] += plan.lengths[i] * (degree - 1) / degree
+        if isinstance(plan, TreePlan):
+            tokens = plan.num_tokens.astype(np.float64)
+        else:
+            tokens = plan.tokens
+            for i in np.flatnonzero(plan.degree > 1).tolist():
+                begin, degree = int(plan.first_rank[i]), int(plan.degree[i])
+                group = (plan.micro_batch[i], slice(begin, begin + degree))
+                first[group] = begin
+                exchanged[group] += plan.lengths[i] * (degree - 1) / degree
         return cls(
-            tokens=plan.tokens,
+            tokens=tokens,
             attention=plan.attention,
             exchanged=exchanged,
             first_rank=first,
@@ -175,7 +182,7 @@ class StepTime:
 
     @property
     def over_ideal(self) -> float:
-        """Duration of the step divided by the ideal."""
+        """Duration of the step divided by the ideal; prefix trees can be below 1."""
         return self.time / self.ideal if self.ideal else 1.0
 
 

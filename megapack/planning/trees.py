@@ -309,7 +309,8 @@ def plan_trees(
 
     Raises:
         ValueError: a sequence is empty or exceeds a tree, arrays do not match, equal keys have
-            different lengths, or an argument is out of range.
+            different lengths, the paths of a tree have more than 256 tokens for each of
+            `max_tokens_per_rank` (lower `max_depth`), or an argument is out of range.
     """
     counts = {
         "num_ranks": checked_integer("num_ranks", num_ranks, 1, 1 << 20),

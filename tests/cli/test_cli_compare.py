@@ -17,8 +17,8 @@ from peers import peer
 
 from megapack.cli.main import main
 from megapack.compare import MODELS, measure_plans
-from megapack.packing import STRATEGIES, pack
-from megapack.planning import ASSIGNMENTS, AssignedStep, Cluster, simulate_step
+from megapack.packing import STRATEGIES, SampleIndex, pack
+from megapack.planning import ASSIGNMENTS, AssignedStep, Cluster, plan_trees, simulate_step
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 
 SMALL = ["--buckets", "64,128,256", "--tokens-per-rank", "512", "--num-gpus", "8"]
@@ -300,6 +300,59 @@ def test_run_is_simulated_with_its_own_assignment(folder: Path) -> None:
     assert planned["assignment"].startswith("plan_step") and planned["extra_%"] == 0
 
 
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
+    """Write 60 prompts with three answers each, and a run on their trees."""
+    place, r = tmp_path_factory.mktemp("trees"), np.random.default_rng(2)
+    texts = []
+    for _ in range(60):
+        prompt = r.integers(0, 9, r.integers(20, 60)).tolist()
+        texts += [prompt + r.integers(0, 9, r.integers(1, 30)).tolist() for _ in range(3)]
+    with IndexedDatasetBuilder(place / "pairs", dtype="uint16", vocab_size=9) as builder:
+        for text in texts:
+            builder.add_document(text)
+    printed("pack", place / "pairs", "--strategy", "tree", "--buckets", "256")
+    data = {"prefix": str(place / "pairs"), "index": str(place / "pairs.samples")}
+    data |= {"attention": "tree", "tokens_per_step": 2048, "micro_batch_tokens": 512}
+    run = {"run_dir": "run", "num_steps": 4, "data": data, "model": {"preset": "llama_tiny"}}
+    (place / "run.yaml").write_text(yaml.safe_dump(run))
+    return place, texts
+
+
+def test_trees_compute_a_prompt_once(pairs: tuple[Path, list[list[int]]]) -> None:
+    place, texts = pairs
+    words = ("--data-parallel", "2", "--max-tokens", "512", "--linear-cost-tokens", "50")
+    words += ("--documents-per-step", "90", "--barrier", "step")
+    trees, rows, *_ = ask(place / "pairs", *words, "--trees")["assignments"]
+    assert (trees["assignment"], trees["over"], trees["extra_%"]) == ("prefix trees", 0, 0)
+    plans = [
+        plan_trees(
+            part, num_ranks=2, max_tokens_per_rank=512, linear_cost_tokens=50, balance="step"
+        )
+        for part in (texts[:90], texts[90:])
+    ]
+    assert trees["tokens"] == sum(plan.num_tokens.sum() for plan in plans)
+    assert rows["tokens"] == sum(map(len, texts))
+    of_ranks = sum(plan.cost(50).sum(axis=0).max() for plan in plans)
+    ideal = sum(len(text) ** 2 + 50 * len(text) for text in texts) / 2
+    assert trees["time"] == pytest.approx(of_ranks / ideal) and trees["time"] < 0.8 < rows["time"]
+    assert trees["micro_batches"] < rows["micro_batches"]
+
+
+def test_run_on_trees_is_compared_with_rows_of_its_documents(
+    pairs: tuple[Path, list[list[int]]],
+) -> None:
+    peer("torch")
+    place, texts = pairs
+    found = ask(place / "run.yaml", "--data-parallel", "2", "--steps", "1")
+    schedule, rows, *_ = found["assignments"]
+    assert schedule["assignment"] == "the run's schedule" and schedule["tokens"] == 2048
+    index = SampleIndex.load(place / "pairs.samples")
+    assert index.num_samples >= 8, "a step has 8 samples of 256 tokens"
+    assert rows["tokens"] > 1.4 * schedule["tokens"] and schedule["time"] < 0.9 < rows["time"]
+    assert found["documents"] < len(texts)
+
+
 def test_context_parallel_samples_run_on_groups_of_ranks(folder: Path) -> None:
     peer("torch")
     words = ["--data-parallel", "2", "--context", "2", "--set", "data.micro_batch_tokens=512"]
@@ -325,6 +378,14 @@ def test_context_parallel_samples_run_on_groups_of_ranks(folder: Path) -> None:
         ),
         ("lengths.npy", ("--max-tokens", "600", "--context", "3"), "context_parallel is 3"),
         ("run.yaml", ("--max-tokens", "600"), "defines the size of a step"),
+        ("run.yaml", ("--trees",), "a run has trees if its data.attention is tree"),
+        ("lengths.npy", ("--max-tokens", "600", "--trees"), "is not a local dataset PREFIX"),
+        ("corpus", ("--max-tokens", "99", "--trees"), "tokens, and a micro batch has 99: trees"),
+        (
+            "corpus",
+            ("--max-tokens", "600", "--trees", "--context", "2"),
+            "--context is 2, and ranks",
+        ),
         ("run.yaml", ("--context", "2"), "engine.sequence_parallel_size 1: give the same"),
         ("wrong.txt", ("--max-tokens", "600"), "'seven' is not a number of tokens"),
         ("large.txt", ("--max-tokens", "600"), f"'{1 << 62}' is not a number of tokens up to 2^40"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import runpy
 from pathlib import Path
 from typing import Any
@@ -78,12 +79,18 @@ def test_the_planned_grpo_example_gains_reward(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["grpo", "dpo"])
-def test_the_tree_example_trains_the_same_with_fewer_tokens(tmp_path: Path, method: str) -> None:
-    given = ["--method", method, "--steps", "2", "--prompt-tokens", "48", "--output", str(tmp_path)]
-    run = runpy.run_path(str(EXAMPLES / "tree_trl.py"))["main"]
-    with_trees, without = run(given), run([*given, "--no-trees"])
+def test_the_tree_example_trains_the_same_with_fewer_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)  # it starts processes that import it
+    given = ["--method", method, "--steps", "2", "--prompt-tokens", "48", "--answer-tokens", "16"]
+    given += ["--hidden-size", "64", "--output", str(tmp_path)]
+    without, with_trees = importlib.import_module("tree_trl").main(given).values()
     assert with_trees["losses"] == pytest.approx(without["losses"], rel=1e-4, abs=1e-5)
-    assert with_trees["tokens"] < 0.75 * without["tokens"]
+    for ours, theirs in zip(with_trees["parameters"], without["parameters"], strict=True):
+        assert abs(ours - theirs).max() < 1e-5
+    assert with_trees["moved"] > 1e-4
+    assert with_trees["tokens"] < 0.7 * without["tokens"]
 
 
 @pytest.mark.multiprocess

@@ -157,12 +157,26 @@ def test_command_packs_trees_and_notices_other_tokens(tmp_path: Path) -> None:
     write(tmp_path / "other" / "d", same_lengths)
     shutil.copy(tmp_path / "other" / "d.bin", tmp_path / "d.bin")
     assert "other tokens" in printed(*command, status=2)
+    found = build("verify", f"{prefix}.samples")
+    assert found.returncode == 1 and "prefix trees of other tokens than" in found.stdout
+    assert verify_samples(f"{prefix}.samples", tokens=False) == []
     np.save(tmp_path / "some.npy", np.array([0, 4, 7]))
     output = tmp_path / "some.samples"
     printed(*command, "--documents", tmp_path / "some.npy", "--output", output)
     some = SampleIndex.load(output)
     assert sorted(d for d, _ in some.documents_of(0)) == [0, 4, 7]
     assert verify_samples(str(output)) == []
+
+
+def test_a_chain_of_prefixes_is_refused_when_packed(tmp_path: Path) -> None:
+    """2,048 prefixes of one text have 2,048 tokens, and 1,024 times as many on their paths."""
+    text = np.random.default_rng(0).integers(0, 100, 2048).tolist()
+    prefix = write(tmp_path / "d", [text[: i + 1] for i in range(2048)])
+    command = ("pack", prefix, "--strategy", "tree", "--buckets", 2048)
+    message = "2048 tokens, and 2098176 on the paths of its 2048 nodes; the limit is 256 x 2048"
+    assert message in printed(*command, status=1)
+    printed(*command, "--max-depth", 2)
+    assert verify_samples(f"{prefix}.samples") == []
 
 
 def test_shards_are_packed_one_by_one(tmp_path: Path) -> None:

@@ -252,25 +252,54 @@ def rollouts(seed: int, num_groups: int, *, agent: bool) -> list[Any]:
     return [sequences[i] for i in r.permutation(len(sequences))]
 
 
+def least_tokens(sequences: list[Any], room: int) -> int:
+    """Return the fewest tokens of trees of `room` tokens: a group of s tokens with a prompt of p
+    needs (s - p) / (room - p) trees, each with the prompt."""
+    groups: dict[tuple[int, ...], list[Any]] = {}
+    for sequence in sequences:
+        groups.setdefault(tuple(sequence[:100].tolist()), []).append(sequence)
+    least = 0
+    for members in groups.values():
+        tree = plan_trees(members, num_ranks=1, max_tokens_per_rank=1 << 20).trees[0][0]
+        prompt = int(tree.node_lengths[0])
+        parts = math.ceil((tree.num_tokens - prompt) / (room - prompt))
+        least += tree.num_tokens + (parts - 1) * prompt
+    return least
+
+
 @pytest.mark.parametrize("agent", [False, True])
 def test_repeated_tokens_are_near_their_least_number(agent: bool) -> None:
-    """A group of s tokens with a prompt of p needs (s - p) / (room - p) trees, each with p."""
     for seed in range(3):
         sequences, room = rollouts(seed, 16, agent=agent), 32_768
         plan = plan_trees(sequences, num_ranks=1, max_tokens_per_rank=room)
-        least = 0
-        groups: dict[tuple[int, ...], list[Any]] = {}
-        for sequence in sequences:
-            groups.setdefault(tuple(sequence[:100].tolist()), []).append(sequence)
-        for members in groups.values():
-            group = plan_trees(members, num_ranks=1, max_tokens_per_rank=1 << 20)
-            tree = group.trees[0][0]
-            prompt = int(tree.node_lengths[0])
-            parts = math.ceil((tree.num_tokens - prompt) / (room - prompt))
-            least += tree.num_tokens + (parts - 1) * prompt
-        assert len(groups) == 16
+        least = least_tokens(sequences, room)
         assert least <= plan.num_tokens.sum() <= 1.015 * least
         assert plan.num_micro_batches <= 1.1 * math.ceil(plan.trie_tokens / room)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_best_of_n_needs_few_trees(seed: int) -> None:
+    """A tree has room for one prompt of 400 tokens and its 16 answers, or for parts of four."""
+    r, room = np.random.default_rng(seed), 2048
+    sequences = []
+    for _ in range(40):
+        prompt = r.integers(0, 32_000, 400)
+        sizes = np.clip(np.exp(r.normal(4.5, 0.3, 16)), 8, None).astype(int)
+        sequences += [np.concatenate([prompt, r.integers(0, 32_000, size)]) for size in sizes]
+    plan = plan_trees(sequences, num_ranks=1, max_tokens_per_rank=room)
+    least = least_tokens(sequences, room)
+    assert plan.num_tokens.sum() <= 1.01 * least
+    assert plan.num_micro_batches <= 1.09 * math.ceil(least / room)
+
+
+def test_a_chain_of_prefixes_needs_a_limit_of_depth() -> None:
+    text = np.random.default_rng(0).integers(0, 100, 2048)
+    chain: list[Any] = [text[: i + 1] for i in range(2048)]
+    with pytest.raises(ValueError, match=r"2098176 on the paths of its 2048 nodes; .* lower max_d"):
+        plan_trees(chain, num_ranks=1, max_tokens_per_rank=2048)
+    plan = plan_trees(chain, num_ranks=1, max_tokens_per_rank=2048, max_depth=2)
+    assert max(len(tree.kv_index) for tree in plan.of_rank(0)) <= 256 * 2048
+    assert plan_trees(chain[:500], num_ranks=1, max_tokens_per_rank=2048).num_micro_batches == 1
 
 
 def test_ranks_of_a_large_step_have_equal_work() -> None:

@@ -516,7 +516,7 @@ void fill_gather(const GatherPlan& plan, const GatherOptions& options, const Gat
               to.position_ids + piece.room};
     }
     const Place row{out.tokens.data(), out.labels.data(), out.loss_mask.data(), nullptr};
-    add_paths(plan, options.loss, row);
+    if (!plan.paths.empty()) add_paths(plan, options.loss, row);
     for (std::size_t c = 0; c < options.columns.size(); ++c)
         fill_column(plan, options.columns[c], c, out.columns[c].data());
 }

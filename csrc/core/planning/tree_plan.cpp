@@ -14,6 +14,8 @@ namespace {
 constexpr std::int64_t kMostPlaces = std::int64_t{1} << 24;  // ranks times micro batches
 // Moves to evaluate. More of them would cost more time than they save.
 constexpr std::int64_t kMoves = std::int64_t{1} << 21;
+constexpr std::int64_t kKeysPerToken = 256;  // limit of a tree's paths, per token of the cap
+constexpr std::int64_t kFewTrees = 64;       // so many are searched thoroughly even if nearly full
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) {
     return (a + b - 1) / b;
@@ -64,8 +66,28 @@ std::int64_t least_tokens(const Forest& forest, Span<const std::int64_t> shared,
     return total;
 }
 
+// Refuses a tree whose paths have too many tokens: varlen attention gathers a key and a value for
+// each. They are at most twice the tokens of its sequences, one path per end and per branch.
+void check_paths(const Forest& forest, const std::vector<std::int32_t>& tree,
+                 Span<const std::int64_t> shared, std::int64_t cap) {
+    std::vector<std::int64_t> lengths;
+    for (const std::int32_t sequence : tree) lengths.push_back(forest.length(sequence));
+    const std::int64_t most = kKeysPerToken * cap;
+    if (2 * std::accumulate(lengths.begin(), lengths.end(), std::int64_t{0}) <= most) return;
+    const TreeNodes nodes = tree_nodes(lengths, shared);
+    std::int64_t tokens = 0, keys = 0;
+    for (std::int64_t i = 0; i < ssize(nodes.depths); ++i) {
+        tokens += nodes.lengths[i];
+        keys += nodes.depths[i] + nodes.lengths[i];
+    }
+    check(keys <= most, "a tree of ", tree.size(), " sequences has ", tokens, " tokens, and ", keys,
+          " on the paths of its ", nodes.depths.size(), " nodes; the limit is ", kKeysPerToken,
+          " x ", cap, ", since attention gathers keys and values along paths: lower max_depth, ",
+          "the nodes on a path (1: nothing is shared), or the tokens of a tree");
+}
+
 TreePlan plan_of(const Forest& forest, const std::vector<std::vector<std::int32_t>>& trees,
-                 std::int64_t num_micro_batches) {
+                 std::int64_t num_micro_batches, std::int64_t cap) {
     TreePlan plan{num_micro_batches, {0}, {}, {}};
     for (const std::vector<std::int32_t>& tree : trees) {
         std::int64_t before = kNoSequence;
@@ -74,6 +96,8 @@ TreePlan plan_of(const Forest& forest, const std::vector<std::vector<std::int32_
             plan.shared.push_back(forest.shared(before, sequence));
             before = sequence;
         }
+        const Span<const std::int64_t> all = plan.shared;
+        check_paths(forest, tree, all.subspan(plan.offsets.back(), ssize(tree)), cap);
         plan.offsets.push_back(ssize(plan.sequences));
     }
     return plan;
@@ -103,7 +127,7 @@ TreePlan plan_groups(const Forest& forest, Span<const std::int64_t> groups, std:
         tree.insert(tree.end(), content[i].begin(), content[i].end());
     }
     for (auto& tree : trees) std::sort(tree.begin(), tree.end());
-    return plan_of(forest, trees, plan.num_micro_batches);
+    return plan_of(forest, trees, plan.num_micro_batches, cap);
 }
 
 }  // namespace
@@ -122,7 +146,7 @@ TreePlan plan_trees(Span<const std::int64_t> lengths, Span<const std::int64_t> s
         return ceil_div(m, rules.multiple) * rules.multiple;
     };
     for (std::int64_t m = rounded(ceil_div(ceil_div(least, cap), rules.num_ranks));;
-         m = rounded(m + 1 + m / 32)) {
+         m = rounded(m + 1 + m / 64)) {
         check(m <= kMostPlaces / rules.num_ranks, rules.num_ranks, " ranks (num_ranks) of ", m,
               " micro batches give ", m * rules.num_ranks, " places for trees; the limit is ",
               kMostPlaces, ": lower num_ranks or micro_batch_multiple, or raise ",
@@ -133,8 +157,9 @@ TreePlan plan_trees(Span<const std::int64_t> lengths, Span<const std::int64_t> s
         const std::int64_t smaller = std::max(longest, mean + slack);
         std::vector<std::int64_t> targets{cap};
         if (rules.num_ranks > 1 && smaller < cap - cap / 64) targets.push_back(smaller);
-        // Trees this full rarely exist in large steps; small steps need few moves.
-        const std::int64_t moves = mean > cap - cap / 32 ? kMoves / 8 : kMoves;
+        // Trees this full rarely exist in large steps.
+        const bool hopeless = mean > cap - cap / 32 && m * rules.num_ranks > kFewTrees;
+        const std::int64_t moves = hopeless ? kMoves / 8 : kMoves;
         std::vector<TreeSearch> found;
         for (const std::int64_t target : targets) {
             if (!found.empty() && !found[0].waits()) break;
@@ -152,7 +177,7 @@ TreePlan plan_trees(Span<const std::int64_t> lengths, Span<const std::int64_t> s
             [](const TreeSearch& a, const TreeSearch& b) { return a.objective() < b.objective(); });
         std::vector<std::vector<std::int32_t>> trees;
         for (const TreeBin& bin : best->bins()) trees.push_back(bin.members);
-        return plan_of(forest, trees, m);
+        return plan_of(forest, trees, m, cap);
     }
 }
 

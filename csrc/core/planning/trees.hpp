@@ -73,6 +73,8 @@ struct TreePlan {
 // 2p + 1 + linear_cost_tokens, so a sequence of n tokens costs n^2 + linear_cost_tokens x n.
 //
 // groups: as in plan_step. Deterministic like plan_step; depends on the order of sequences only.
+// Throws std::invalid_argument if the paths of a tree have more than 256 tokens for each of its
+// limit: a chain of prefixes, each of the next, has a square number of them.
 TreePlan plan_trees(Span<const std::int64_t> lengths, Span<const std::int64_t> shared,
                     Span<const std::int64_t> groups, const TreeRules& rules);
 
