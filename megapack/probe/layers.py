@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
@@ -108,45 +109,48 @@ class Call(NamedTuple):
 
 
 class Recorder:
-    """Records calls of modules in the order in which they end."""
+    """Records calls of modules in the order in which they end; restores buffers at its exit."""
 
     def __init__(self, documents: Documents) -> None:
         self.documents = documents
         self.dtypes: set[torch.dtype] = set()
+        self.saved: dict[int, tuple[nn.Module, dict[str, Any], dict[str, Tensor]]] = {}
 
-    @contextmanager
-    def restored_buffers(self) -> Iterator[None]:
-        """Restore the buffers of all modules that run, such as token counts of experts."""
-        saved: dict[int, tuple[nn.Module, dict[str, Any], dict[str, Tensor]]] = {}
+    def __enter__(self) -> None: ...
 
-        def save(module: nn.Module, inputs: Any) -> None:
-            del inputs
-            if module._buffers and id(module) not in saved and not torch.compiler.is_compiling():
-                copies = {
-                    k: v.detach().clone() for k, v in module._buffers.items() if v is not None
-                }
-                saved[id(module)] = (module, dict(module._buffers), copies)
+    def __exit__(self, *_: object) -> None:
+        self.restore(last=True)
 
-        hook = register_module_forward_pre_hook(save)
-        try:
-            yield
-        finally:
-            hook.remove()
-            with torch.no_grad():
-                for module, buffers, copies in saved.values():
-                    module._buffers.update(buffers)
-                    for name, copy in copies.items():
-                        if not torch.equal(buffers[name], copy):
+    def restore(self, *, last: bool = False) -> None:
+        """Give every module that ran its first buffers, such as token counts of experts; ``last``:
+        in the same tensors, else in new ones, because a graph may need the others."""
+        for module, buffers, copies in self.saved.values():
+            for name, copy in copies.items():
+                if last:
+                    module._buffers[name] = buffers[name]
+                if not torch.equal(module._buffers[name], copy):
+                    with torch.no_grad():
+                        if last:
                             buffers[name].copy_(copy)
+                        else:
+                            module._buffers[name] = copy.clone()
 
     @contextmanager
     def calls(
         self, documents: Documents, gradients: Gradients | None = None
     ) -> Iterator[list[Call]]:
-        """Record all calls of modules inside the ``with``."""
+        """Record all calls of modules inside the ``with``; begin with the first buffers."""
+        self.restore()
         found: list[Call] = []
         numbers: Counter[int] = Counter()
         active = True
+
+        def save(module: nn.Module, inputs: Any) -> None:
+            del inputs
+            if module._buffers and id(module) not in self.saved and not is_compiling():
+                buffers = {k: v for k, v in module._buffers.items() if v is not None}
+                copies = {name: value.detach().clone() for name, value in buffers.items()}
+                self.saved[id(module)] = (module, buffers, copies)
 
         def small(value: Any, *, ids: bool = False) -> list[Tensor]:
             found = [x for x in tensors(value) if x.is_floating_point() != ids]
@@ -157,7 +161,7 @@ class Recorder:
         def keep(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if isinstance(module, nn.Conv1d):
                 output = output[..., : documents.row]  # after causal padding, the rest is cut off
-            if active and not torch.compiler.is_compiling() and (outputs := small(output)):
+            if active and not is_compiling() and (outputs := small(output)):
                 values, number = [args, kwargs], numbers[id(module)]
                 numbers[id(module)] += 1
                 call = Call(module, number, small(values), small(values, ids=True), outputs)
@@ -165,12 +169,16 @@ class Recorder:
                 if gradients is not None:
                     gradients.follow(module, [args, kwargs], output)
 
-        hook = register_module_forward_hook(keep, with_kwargs=True)
+        hooks = [
+            register_module_forward_pre_hook(save),
+            register_module_forward_hook(keep, with_kwargs=True),
+        ]
         try:
             yield found
         finally:
             active = False  # recomputation of checkpoints calls modules again
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
 
 
 class Gradients:
@@ -276,7 +284,7 @@ def names_of(target: Any, calls: Iterable[Call]) -> dict[int, str]:
 
 _NAMES = (
     ("mtp", r"mtp|nextn|next_n|multi_?token"),
-    ("convolution", r"conv"),
+    ("convolution", r"conv|shift|canon|fft"),
     (
         "recurrent_state",
         r"mamba|ssm|delta_?net|rwkv|recurren|rg_?lru|lstm|gru\b|retnet|retention|hgrn|\bgla\b|kda"
@@ -286,38 +294,55 @@ _NAMES = (
     ("expert_capacity", r"moe|expert|router|gate\b|sparse"),
     ("row_statistics", r"norm|scale|quant|linear"),
 )
+_CHILDREN = (
+    ("attention_mask", r"q_proj|qkv|query|attn|attention"),
+    ("expert_capacity", r"expert|router"),
+    ("recurrent_state", r"a_log|dt_|x_proj"),
+)
 
 
-def kind_of(call: Call | None, name: str, *, alone: bool, forward: bool) -> str:
-    """Return the kind of a leak that begins in a call of a module.
+class Effect(NamedTuple):
+    """Reach of a leak, as far as outputs show it."""
 
-    Args:
-        call: None: no module leaks, so the loss does.
-        name: qualified name.
-        alone: the document differs from itself alone, without a change of another document.
-        forward: from an earlier document to a later one.
+    alone: bool = False
+    """The document differs from itself alone; no change of another document shows."""
+    forward: bool = True
+    """From an earlier document to a later one."""
+    local: bool = False
+    """Only the first tokens of documents change."""
+    scaled: bool = False
+    """All outputs of the document change by one factor."""
+    losses: bool = False
+    """The target returns losses."""
+
+
+def kind_of(call: Call | None, name: str, effect: Effect) -> str:
+    """Return the kind of a leak that begins in a call of a module of a qualified name.
+
+    Without a call no module leaks, so the loss does, or the target is not made of modules.
     """
+    if effect.scaled:
+        return "row_statistics"
+    if call is None and effect.losses:
+        return "row_statistics" if effect.forward else "loss_mask"
     if call is None:
-        return "position_ids" if alone else "attention_mask" if forward else "loss_mask"
-    module = call.module
-    words = f"{type(module).__name__} {name.rpartition('.')[2]}".lower()
-    if alone and re.search(r"rotary|rope|embed|position|wpe", words):
+        return "position_ids" if effect.alone else "attention_mask"
+    words = f"{type(call.module).__name__} {name.rpartition('.')[2]}".lower()
+    if effect.alone and re.search(r"rotary|rope|embed|position|wpe", words):
         return "position_ids"
-    if not forward and re.search(_NAMES[0][1], name.lower()):
+    if not effect.forward and re.search(_NAMES[0][1], name.lower()):
         return "mtp"
     if call.outputs[0].shape[1] == 1:  # losses
         return "loss_mask"
-    for kind, pattern in _NAMES:
-        if re.search(pattern, words):
-            return kind
-    children = " ".join(name for name, _ in module.named_modules()).lower()
-    for kind, pattern in (
-        ("attention_mask", r"q_proj|qkv|query|attn|attention"),
-        ("expert_capacity", r"expert|router"),
-        ("recurrent_state", r"a_log|dt_|x_proj"),
-    ):
-        if re.search(pattern, children):
-            return kind
+    children = " ".join(name for name, _ in call.module.named_modules()).lower()
+    for kinds, text in ((_NAMES, words), (_CHILDREN, children)):
+        for kind, pattern in kinds:
+            if re.search(pattern, text):
+                # Tokens of other documents have no effect: the mask or the positions depend on
+                # places or lengths.
+                return "position_ids" if effect.alone and kind == "attention_mask" else kind
+    if effect.local:
+        return "convolution"
     # What only computes token by token can leak by a statistic alone.
     if not children.strip() or re.search(r"mlp|ffn|feed_?forward", words):
         return "row_statistics"

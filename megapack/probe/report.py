@@ -25,7 +25,7 @@ Kind: TypeAlias = Literal[
 
 CAUSES: dict[str, str] = {
     "attention_mask": "attention crosses documents: check its backend and the boundaries it gets",
-    "position_ids": "positions depend on other documents or on the place in the row",
+    "position_ids": "positions, windows or chunks depend on other documents or on the row",
     "recurrent_state": "the recurrent state is not reset at a boundary",
     "convolution": "the causal convolution reads tokens of the previous document",
     "row_statistics": "a statistic (norm, scale, maximum) is taken over several documents",

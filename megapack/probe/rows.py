@@ -91,9 +91,26 @@ def check_rows(
     def call(_: Any, inputs: dict[str, Any]) -> Tensor:
         return forward(inputs).reshape(inputs["tokens"].numel(), -1)
 
-    is_tree = "kv_index" in batch
-    boundaries = "cu_seqlens_q" if is_tree else "cu_seqlens"
+    boundaries = "cu_seqlens_q" if "kv_index" in batch else "cu_seqlens"
     passes = Passes(forward, batch, boundaries=boundaries, call=call, name=host)
+    with passes.recorder:
+        problems = _problems(passes, batch, counts_of, longest, any_length=any_length)
+    for rank in share(problems):
+        if rank:
+            raise LeakError(f"{host} {rank[0]}")
+    return time.perf_counter() - began
+
+
+def _problems(
+    passes: Passes,
+    batch: dict[str, Any],
+    counts_of: Callable[[Mapping[str, Any]], Tensor],
+    longest: Mapping[str, Any] | None,
+    *,
+    any_length: bool,
+) -> list[str]:
+    """Run the passes of ``check_rows`` and describe what is wrong on this rank. Raises LeakError if
+    documents leak."""
     problems = []
     plain, counts = passes.run(batch), counts_of(batch)
     if plain.outputs[0].shape[1] == 1:
@@ -108,9 +125,10 @@ def check_rows(
     every = [leak for change in changes[:2] for leak in passes.affected(plain, *change)]
     if leaks := merge(share(every)):
         # Other nodes of a tree may depend on the one that is changed.
+        is_tree = "kv_index" in batch
         leaks = leaks if is_tree else passes.exact(leaks, plain)
         what = "another document or branch" if is_tree else "another document"
-        head = f"{host} lets token {leaks[0].first_position} see {what}"
+        head = f"{passes.name} lets token {leaks[0].first_position} see {what}"
         raise LeakError("\n".join([head, *map(str, leaks)]))
     dependents, run, same = changes[2]
     seen = run.difference(plain).masked_fill(dependents | ~same | (passes.of_token < 0), 0)
@@ -123,10 +141,7 @@ def check_rows(
         comparable = counts[part.before] == counts_of(part.batch)[part.after]
         run = passes.run(part.batch, documents=_documents(part.batch))
         problems.append(_part_problem(part, plain, run, comparable, rounding=passes.rounding))
-    for rank in share(list(filter(None, problems))):
-        if rank:
-            raise LeakError(f"{host} {rank[0]}")
-    return time.perf_counter() - began
+    return [problem for problem in problems if problem]
 
 
 def _documents(batch: Mapping[str, Any]) -> Documents:
