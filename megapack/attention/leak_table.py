@@ -24,6 +24,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -109,12 +110,16 @@ def findings(
 ) -> list[Combination]:
     """Probe a tiny model of a transformers configuration with every combination."""
     register("eager")  # the kernel of "megapack" here; it has soft caps
-    row = Row.of(_documents())
-    found = []
+    row, label = Row.of(_documents()), str(dtype).removeprefix("torch.")
+    build = partial(_build, dtype)
+    found: list[Combination] = []
+    made: Any = None
     for implementation in attention:
-        label = str(dtype).removeprefix("torch.")
         try:
-            model: Any = _tiny_model(configuration, implementation, dtype)
+            made = made or tiny_reference(configuration, build, _lower_thresholds)
+            model = build(made[0], implementation)
+            model.load_state_dict(made[1].state_dict())
+            model.train()
         except Exception as error:  # transformers has many ways to say that it does not offer one
             found += [
                 Combination(name, implementation, way, label, "refused", _first_line(error))
@@ -153,21 +158,13 @@ def _documents() -> list[Tensor]:
     return [torch.randint(3, VOCABULARY - 8, (n,), generator=generator) for n in LENGTHS]
 
 
-def _tiny_model(configuration: Any, attention: str, dtype: torch.dtype) -> Any:
-    """Return a tiny model in training mode, with random weights and position thresholds."""
-
-    def build(tiny: Any, implementation: str) -> Any:
-        transformers = require("transformers", "megapack-probe")
-        if implementation == "flex_attention" and not torch.cuda.is_available():
-            raise MegapackError("flex_attention is probed on a GPU; its CPU kernel is compiled")
-        return transformers.AutoModelForCausalLM.from_config(
-            copy.deepcopy(tiny), attn_implementation=implementation, dtype=dtype
-        )
-
-    tiny, reference = tiny_reference(configuration, build, _lower_thresholds)
-    model = build(tiny, attention)
-    model.load_state_dict(reference.state_dict())
-    return model.train()
+def _build(dtype: torch.dtype, tiny: Any, attention: str) -> Any:
+    transformers = require("transformers", "megapack-probe")
+    if attention == "flex_attention" and not torch.cuda.is_available():
+        raise MegapackError("flex_attention is probed on a GPU; its CPU kernel is compiled")
+    return transformers.AutoModelForCausalLM.from_config(
+        copy.deepcopy(tiny), attn_implementation=attention, dtype=dtype
+    )
 
 
 def _lower_thresholds(tiny: Any) -> None:

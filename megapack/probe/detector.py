@@ -98,7 +98,8 @@ class Run:
         found = [per_token(value, documents) for value in raw if value.is_floating_point()]
         self.outputs = [reduce(value).cpu() for value in found if value is not None]
         self.calls = calls
-        self.gradients: Gradients | None = None
+        self.graph = Gradients(documents)
+        self.tokens = [value for value in found if value is not None and value.requires_grad]
         self.loss: Tensor | None = None
 
     def difference(self, other: Run, places: Tensor | None = None) -> Tensor:
@@ -180,8 +181,6 @@ class Passes:
             found = self.alone_leaks(plain)
         if not any(leak.kind == "loss_mask" for leak in found):
             found += merge(share(self.counted_leaks(again)))
-        if again.gradients is not None:
-            again.gradients.release()
         self.end_iteration()
         return found
 
@@ -223,26 +222,25 @@ class Passes:
         compiled = is_compiled(self.target)
         stance = torch.compiler.set_stance("force_eager") if compiled and eager else nullcontext()
         no_sync = getattr(self.target, "no_sync", nullcontext) if gradients else nullcontext
-        leaves = Gradients(documents) if gradients else None
-        if leaves is not None and batch[name := tokens_of(batch)].is_floating_point():
+        graph = Gradients(documents)
+        if gradients and batch[name := tokens_of(batch)].is_floating_point():
             batch = {**batch, name: batch[name].detach().requires_grad_()}
-            leaves.leaves.append(batch[name])
+            graph.leaves.append(batch[name])
         head = nullcontext(batch) if compiled or self.loss else narrow_head(self.target, batch)
         with torch.random.fork_rng(devices), stance, no_sync(), head as given:
             torch.manual_seed(seed)
             with (
                 torch.set_grad_enabled(gradients),
-                self.recorder.calls(documents, leaves) as calls,
+                self.recorder.calls(documents, graph if gradients else None) as calls,
             ):
                 output = self.call(self.target, dict(given))
                 loss = self.loss(output, given) if self.loss else getattr(output, "loss", None)
         fields = [output] if loss is None or loss.dim() == 0 else [output, loss]
         run = Run(list(tensors(fields)), calls, documents)
         self.recorder.dtypes |= {value.dtype for value in run.raw}
-        run.gradients = leaves
-        run.loss = loss
+        run.graph, run.loss = graph, loss
         if not gradients:
-            run.raw = []
+            run.raw = run.tokens = []
         return run
 
     def changed(self, changed: Tensor) -> dict[str, Any]:
@@ -453,14 +451,11 @@ class Passes:
 
         All ranks must call it, also those without tokens of ``own``. Zeros if autograd raises.
         """
-        assert again.gradients is not None
-        found = [per_token(value, self.documents) for value in again.raw if value.requires_grad]
-        outputs = [tokens for tokens in found if tokens is not None]
-        real = self.of_token >= 0
-        mine = real & own[self.of_token]
         size, error = torch.zeros(len(own)), None
+        real = self.of_token >= 0
         try:
-            of_token = again.gradients.backward(outputs, mine, real & ~mine)
+            sizes = again.graph.sizes(again.tokens, real & own[self.of_token], again.graph.leaves)
+            of_token = torch.stack(sizes).amax(dim=0)
             size.scatter_reduce_(0, self.of_token[real], of_token[real], "amax")
         except Exception as raised:
             error = f"gradients are not checked: {type(raised).__name__}: {raised}"
@@ -498,7 +493,8 @@ class Passes:
             to = int(targets)
             size = self.reached(again, numbers == to)
             if size[source]:
-                module = again.gradients.origin(self.allowed) if again.gradients else None
+                one, other = self.of_token == to, (self.of_token >= 0) & (self.of_token != to)
+                module = again.graph.origin(again.tokens, one, other, self.allowed)
                 self.calls = again.calls
                 call = next((call for call in again.calls if call.module is module), None)
                 place = next(iter(self.documents.places(to).tolist()), -1)

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.compiler import is_compiling
 from torch.nn.modules.module import (
     register_module_forward_hook,
@@ -182,7 +183,7 @@ class Recorder:
 
 
 class Gradients:
-    """Gradients at embeddings and at all modules' tensors, for two sets of documents.
+    """Graph of a pass: tensors that come from ids alone, and inputs and outputs of all modules.
 
     A module mixes documents in its backward pass first if gradients leak at its inputs and not at
     its outputs.
@@ -191,77 +192,50 @@ class Gradients:
     def __init__(self, documents: Documents) -> None:
         self.documents = documents
         self.leaves: list[Tensor] = []
-        self.calls: list[tuple[nn.Module, list[int], list[int]]] = []
-        self.keys: dict[int, int] = {}
-        self.alive: list[Any] = []
-        self.hooks: list[Any] = []
-        self.seen: dict[int, tuple[float, float]] = {}
-        self.sets: tuple[Tensor, Tensor] | None = None
-
-    def release(self) -> None:
-        """Free the graph: tensors refer to hooks, and these to tensors, which no collector sees."""
-        for hook in self.hooks:
-            hook.remove()
-        self.alive.clear()
-        self.leaves.clear()
+        # Edges, not tensors, which a training step would free.
+        self.calls: list[tuple[nn.Module, list[GradientEdge], list[GradientEdge]]] = []
 
     def follow(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        """Watch the gradients of a call; tensors that come from ids alone become leaves."""
-        if not self._floats(inputs):
-            self.leaves += [value.requires_grad_() for value in self._floats(outputs)]
-        self.calls.append((module, self._watch(inputs), self._watch(outputs)))
+        """Note a call; tensors that come from ids alone become leaves."""
+        taken, made = self._floats(inputs), self._floats(outputs)
+        if not taken:
+            self.leaves += [value.requires_grad_() for value in made]
+        edges = [
+            [get_gradient_edge(x) for x in values if x.requires_grad] for values in (taken, made)
+        ]
+        self.calls.append((module, *edges))
 
     def _floats(self, values: Any) -> list[Tensor]:
         floats = [x for x in tensors(values) if x.is_floating_point()]
         return [x for x in floats if per_token(x, self.documents) is not None]
 
-    def _watch(self, values: Any) -> list[int]:
-        keys = []
-        for value in self._floats(values):
-            if value.requires_grad:
-                key = self.keys.get(id(value))
-                if key is None:
-                    key = self.keys[id(value)] = len(self.alive)
-                    self.alive.append(value)
-                    hook = value.register_hook(partial(self._see, key))  # type: ignore[no-untyped-call]
-                    self.hooks.append(hook)
-                keys.append(key)
-        return keys
-
-    def _see(self, key: int, gradient: Tensor) -> None:
-        tokens = per_token(gradient, self.documents)
-        if tokens is not None and self.sets is not None:
-            size = tokens.detach().abs().amax(dim=1)
-            own, other = (size[where.to(size.device)].tolist() for where in self.sets)
-            self.seen[key] = (max(own, default=0.0), max(other, default=0.0))
-
-    def backward(self, outputs: list[Tensor], own: Tensor, other: Tensor) -> Tensor:
-        """Take the gradient of the outputs at ``own`` tokens; return its size at every token, and 0
-        at those of neither set."""
-        self.sets, self.seen = (own, other), {}
+    def sizes(self, outputs: list[Tensor], own: Tensor, inputs: Sequence[Any]) -> list[Tensor]:
+        """Return for every input the gradient of the outputs at ``own`` tokens, its largest entry
+        at every token, float32 (tokens,)."""
         generator = torch.Generator().manual_seed(0)
         total: Any = 0
         for value in outputs:
             weight = torch.randn(value.shape[1], generator=generator).to(value.device)
             total = total + (value.float() @ weight)[own.to(value.device)].sum()
-        grads = torch.autograd.grad(total, self.leaves, retain_graph=True, allow_unused=True)
-        size = torch.zeros(len(own))
-        for grad in grads:
-            tokens = None if grad is None else per_token(grad, self.documents)
-            if tokens is not None:
-                size = size.maximum(tokens.float().abs().amax(dim=1).cpu())
-        return size.masked_fill(~(own | other), 0)
+        grads = torch.autograd.grad(total, inputs, retain_graph=True, allow_unused=True)
+        found = [None if grad is None else per_token(grad, self.documents) for grad in grads]
+        zeros = torch.zeros(len(own))
+        return [zeros if x is None else x.float().abs().amax(dim=1).cpu() for x in found]
 
-    def origin(self, allowed: float) -> nn.Module | None:
-        """Return the innermost module whose backward pass leaked first."""
-        for module, inputs, outputs in self.calls:
-            if self._leaks(inputs, allowed) and not self._leaks(outputs, allowed):
-                return module
-        return None
+    def origin(
+        self, outputs: list[Tensor], own: Tensor, other: Tensor, allowed: float
+    ) -> nn.Module | None:
+        """Return the innermost module whose backward pass leaks first, from ``own`` tokens to
+        ``other`` ones."""
+        edges = [edge for _, *both in self.calls for edges in both for edge in edges]
+        sizes = iter(self.sizes(outputs, own, edges))
 
-    def _leaks(self, keys: list[int], allowed: float) -> bool:
-        seen = [self.seen[key] for key in keys if key in self.seen]
-        return any(other > allowed * own for own, other in seen)
+        def leak(edges: list[GradientEdge]) -> bool:
+            pairs = [(size * own, size * other) for size in islice(sizes, len(edges))]
+            return any(bool(theirs.max() > allowed * ours.max()) for ours, theirs in pairs)
+
+        leaks = [(module, leak(taken), leak(made)) for module, taken, made in self.calls]
+        return next((module for module, taken, made in leaks if taken and not made), None)
 
 
 def names_of(target: Any, calls: Iterable[Call]) -> dict[int, str]:
