@@ -31,7 +31,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megapack.attention.model_check import tiny_reference
+from megapack.attention.model_check import isolated, tiny_reference
 from megapack.attention.tiny_model import VOCABULARY, Row
 from megapack.attention.transformers_interface import register
 from megapack.errors import MegapackError, exit_code, require
@@ -48,10 +48,11 @@ def _numbers(row: Row) -> Tensor:
 
 
 def _block_mask(row: Row) -> Tensor:
-    """Return a mask to add to scores, float32 ``[1, 1, T, T]``."""
+    """Return which keys a query sees, bool ``[1, 1, T, T]``."""
     numbers = _numbers(row)[0]
-    mask = (numbers[:, None] == numbers) & torch.ones(len(numbers), len(numbers)).tril().bool()
-    return torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float16).min)[None, None]
+    return ((numbers[:, None] == numbers) & torch.ones(len(numbers), len(numbers)).tril().bool())[
+        None, None
+    ]
 
 
 # Ways in which trainers pass boundaries to a model: name -> arguments in addition to input_ids.
@@ -116,7 +117,8 @@ def findings(
     made: Any = None
     for implementation in attention:
         try:
-            made = made or tiny_reference(configuration, build, _lower_thresholds)
+            with isolated(torch.device("cpu")):
+                made = made or tiny_reference(configuration, build, _lower_thresholds)
             model = build(made[0], implementation)
             model.load_state_dict(made[1].state_dict())
             model.train()
@@ -129,7 +131,8 @@ def findings(
         for way in boundaries:
             batch = {"input_ids": row.tokens, "use_cache": False, **WAYS[way](row)}
             if way == "4-D mask":
-                batch["attention_mask"] = batch["attention_mask"].to(dtype)
+                seen = batch["attention_mask"]  # to be added to scores, as transformers does
+                batch["attention_mask"] = (~seen).to(dtype) * torch.finfo(dtype).min
             verdict, detail = _verdict(model, batch, row)
             found.append(Combination(name, implementation, way, label, verdict, detail))
     return found

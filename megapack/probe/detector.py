@@ -30,7 +30,6 @@ from megapack.probe.call import call_target, changed_batch, counted_ends, is_com
 from megapack.probe.layers import (
     TOLERANCE,
     Call,
-    Effect,
     Gradients,
     Recorder,
     kind_of,
@@ -53,7 +52,6 @@ def probe(
     boundaries: Any = None,
     loss: Callable[[Any, Mapping[str, Any]], Tensor] | None = None,
     gradients: bool = True,
-    tolerance: float | None = None,
     call: Callable[[Any, Mapping[str, Any]], Any] | None = None,
 ) -> Report:
     """Return which documents of a batch depend on others, and where that begins.
@@ -72,13 +70,11 @@ def probe(
             a mask; None: those that the batch has.
         loss: maps output and batch to a loss per token or of the batch, to check what it counts.
         gradients: whether to check gradients, too.
-        tolerance: change that rounding explains, as a fraction of the change in documents whose
-            tokens changed; None: by dtype.
         call: calls the target with a batch; None: ``target(**batch)`` for a module, with the
             arguments that it takes, else ``target(batch)``.
     """
     began = time.perf_counter()
-    run = Passes(target, batch, boundaries=boundaries, loss=loss, tolerance=tolerance, call=call)
+    run = Passes(target, batch, boundaries=boundaries, loss=loss, call=call)
     leaks = run.leaks(gradients=gradients)
     return Report(
         leaks=tuple(leaks),
@@ -124,7 +120,6 @@ class Passes:
         *,
         boundaries: Any = None,
         loss: Any = None,
-        tolerance: float | None = None,
         call: Any = None,
         name: str = "the target",
     ) -> None:
@@ -138,12 +133,12 @@ class Passes:
         self.of_token = of_token.masked_fill(documents.of_token < 0, -1)
         self.documents = replace(documents, of_token=self.of_token)
         self.recorder = Recorder(self.documents)
-        self.given_tolerance = tolerance
         self.moved = self.allowed = 0.0
         self.forwards = 0
         self.notes: list[str] = []
         self.calls: list[Call] = []
         self.losses = False  # whether an output is a loss per token
+        self.compared = self.of_token >= 0
 
     def leaks(self, *, gradients: bool) -> list[Leak]:
         """Run all passes and return the leaks of all ranks."""
@@ -153,11 +148,9 @@ class Passes:
             return self._leaks(gradients=gradients)
 
     def _leaks(self, *, gradients: bool) -> list[Leak]:
-        plain = self.run(self.batch)
-        padding = self.of_token < 0
-        changes = [
-            (changed, self.run(self.changed(changed | padding)), True) for changed in self.halves()
-        ]
+        plain, padding = self.run(self.batch), self.of_token < 0
+        halves = [~padding & (self.of_token % 2 == odd) for odd in (1, 0)]
+        changes = [(half, self.run(self.changed(half | padding)), True) for half in halves]
         again = self.run(self.batch, seed=1, gradients=gradients, eager=True)
         self.measure(plain, changes, again)
         # Compiled code calls no hooks: the eager pass shows where a leak begins.
@@ -191,11 +184,6 @@ class Passes:
         for module in modules:
             if hasattr(module, "reset_iter_state") and module._get_fsdp_state()._is_root:
                 module.reset_iter_state()
-
-    def halves(self) -> tuple[Tensor, Tensor]:
-        """Return the tokens of odd and of even documents, bool (tokens,)."""
-        real = self.of_token >= 0
-        return real & (self.of_token % 2 == 1), real & (self.of_token % 2 == 0)
 
     @property
     def rounding(self) -> float:
@@ -254,44 +242,43 @@ class Passes:
         differences = [(changed, run.difference(plain)) for changed, run, _ in changes]
         noise = (again or plain).difference(plain)
         finite = all(bool((d.isfinite() | ~real[: len(d)]).all()) for _, d in differences)
-        facts = {
-            "moved": max(largest(d, changed) for changed, d in differences),
-            "noise": largest(noise, real),
-            "tolerance": max(
-                TOLERANCE.get(one, 1e-3) for one in {*self.recorder.dtypes, torch.float32}
-            ),
-            "infinite": not finite,
-            "outputs": len(plain.outputs),
-        }
-        every = share([facts])
-        worst = {name: max(rank[0][name] for rank in every) for name in facts}
-        if not worst["outputs"]:
+        facts = (
+            max(largest(d, changed) for changed, d in differences),
+            largest(noise, real),
+            max(TOLERANCE.get(one, 1e-3) for one in {*self.recorder.dtypes, torch.float32}),
+            not finite,
+            len(plain.outputs),
+        )
+        ranks = [rank[0] for rank in share([facts])]
+        moved, equal, tolerance, infinite, outputs = map(max, zip(*ranks, strict=True))
+        if not outputs:
             raise LeakError(
                 f"{self.name} returns no float tensor of {self.documents.rows} x "
                 f"{self.documents.row} tokens, so there is nothing to compare"
             )
-        if worst["infinite"]:
+        if infinite:
             raise LeakError(
                 f"{self.name} gives outputs that are not finite; check its weights and precision"
             )
-        if worst["moved"] == 0:
+        if moved == 0:
             raise LeakError(
                 f"{self.name} gives the same outputs when tokens change: they do not depend on the "
                 "batch that the probe passes, so it cannot check anything"
             )
-        tolerance = self.given_tolerance or worst["tolerance"]
-        noise_fraction = worst["noise"] / worst["moved"]
-        if noise_fraction > tolerance:
+        if equal / moved > tolerance:
             raise LeakError(
-                f"two equal passes differ by {noise_fraction:.2g} of a change, but rounding "
+                f"two equal passes differ by {equal / moved:.2g} of a change, but rounding "
                 f"explains only {tolerance:.2g}: dropout or another random layer is on, or the "
                 "model keeps a state between calls (a cache). Call eval(), set the probability to "
                 "0, or clear the state in call="
             )
         self.losses = any(output.shape[1] == 1 for output in plain.outputs)
-        self.moved, self.allowed = worst["moved"], max(tolerance, 4 * noise_fraction)
+        mask = self.batch.get("loss_mask")
+        if self.losses and isinstance(mask, Tensor) and mask.numel() == len(real):
+            self.compared &= mask.flatten().cpu() != 0  # Megatron applies it to the model's losses
+        self.moved, self.allowed = moved, max(tolerance, 4 * equal / moved)
         # Ranks of a pipeline: those without outputs are earlier stages.
-        self.is_pipeline = any(rank[0]["outputs"] == 0 for rank in every)
+        self.is_pipeline = any(facts[-1] == 0 for facts in ranks)
 
     # ---- Findings
 
@@ -323,7 +310,7 @@ class Passes:
         if not plain.outputs:  # a pipeline stage: it knows the layer, the last one the size
             return [] if call is None else [self.leak(call, -1, -1, 0, 0.0)]
         difference = run.difference(plain) / self.moved
-        leaking = (difference > self.allowed) & ~changed & same & (self.of_token >= 0)
+        leaking = (difference > self.allowed) & ~changed & same & self.compared
         leaks = []
         for number in sorted({*self.of_token[leaking].tolist()}):
             places = (leaking & (self.of_token == number)).nonzero()[:, 0]
@@ -355,10 +342,10 @@ class Passes:
         if call is not None:
             layer = names_of(self.target, self.calls).get(id(call.module), "")
         forward = source is None or source < to
-        seen = Effect(source is None, forward, losses=self.losses, **effect)
+        effect |= {"alone": source is None, "forward": forward, "losses": self.losses}
         rank = dist.get_rank() if dist_size() > 1 else None
         return Leak(
-            kind=kind or kind_of(call, layer or "", seen),  # type: ignore[arg-type]
+            kind=kind or kind_of(call, layer or "", **effect),
             from_document=source,
             to_document=to,
             direction="forward" if forward else "backward",
@@ -394,9 +381,11 @@ class Passes:
 
     def pairs(self, plain: Run, run: Run) -> Iterator[tuple[Call, Call]]:
         """Yield the calls of ``run`` and those of ``plain``."""
-        known = {call.key: call for call in plain.calls}  # an expert without tokens is not called
         self.calls = plain.calls
-        yield from ((call, known[call.key]) for call in run.calls if call.key in known)
+        known = {(call.module, call.number): call for call in plain.calls}
+        for call in run.calls:
+            if other := known.get((call.module, call.number)):  # no call: an expert without tokens
+                yield call, other
 
     def alone_leaks(self, plain: Run) -> list[Leak]:
         """Compare documents alone with the same ones in their row: the shortest, the longest, and
@@ -415,7 +404,7 @@ class Passes:
                     f"documents alone are not compared: {type(error).__name__}: {error}"
                 )
                 break
-            leaking = (difference > self.allowed).nonzero()[:, 0]
+            leaking = ((difference > self.allowed) & self.compared[places]).nonzero()[:, 0]
             if not len(leaking):
                 continue
 

@@ -17,6 +17,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -68,15 +69,13 @@ def reduce(value: Tensor) -> Tensor:
         width = value.shape[1]
         if width <= WIDTH:
             return value.float()
-        key = (width, value.device)
-        if key not in _SIGNS:
-            generator = torch.Generator().manual_seed(width)
-            signs = torch.randint(0, 2, (width, WIDTH), generator=generator) * 2.0 - 1
-            _SIGNS[key] = signs.to(value.device)
-        return value.float() @ _SIGNS[key]
+        return value.float() @ _signs(width, value.device)
 
 
-_SIGNS: dict[tuple[int, torch.device], Tensor] = {}
+@cache
+def _signs(width: int, device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(width)
+    return (torch.randint(0, 2, (width, WIDTH), generator=generator) * 2.0 - 1).to(device)
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
@@ -103,11 +102,6 @@ class Call(NamedTuple):
     """Integer inputs: tokens, positions."""
     outputs: list[Tensor]
 
-    @property
-    def key(self) -> tuple[int, int]:
-        """Identify the call in another pass."""
-        return id(self.module), self.number
-
 
 class Recorder:
     """Records calls of modules in the order in which they end; restores buffers at its exit."""
@@ -120,28 +114,18 @@ class Recorder:
     def __enter__(self) -> None: ...
 
     def __exit__(self, *_: object) -> None:
-        self.restore(last=True)
-
-    def restore(self, *, last: bool = False) -> None:
-        """Give every module that ran its first buffers, such as token counts of experts; ``last``:
-        in the same tensors, else in new ones, because a graph may need the others."""
+        """Give every module that ran its first buffers, such as token counts of experts."""
         for module, buffers, copies in self.saved.values():
+            module._buffers.update(buffers)
             for name, copy in copies.items():
-                if last:
-                    module._buffers[name] = buffers[name]
-                if not torch.equal(module._buffers[name], copy):
-                    with torch.no_grad():
-                        if last:
-                            buffers[name].copy_(copy)
-                        else:
-                            module._buffers[name] = copy.clone()
+                if not torch.equal(buffers[name], copy):
+                    buffers[name].data.copy_(copy)
 
     @contextmanager
     def calls(
         self, documents: Documents, gradients: Gradients | None = None
     ) -> Iterator[list[Call]]:
-        """Record all calls of modules inside the ``with``; begin with the first buffers."""
-        self.restore()
+        """Record all calls of modules inside the ``with``."""
         found: list[Call] = []
         numbers: Counter[int] = Counter()
         active = True
@@ -275,36 +259,37 @@ _CHILDREN = (
 )
 
 
-class Effect(NamedTuple):
-    """Reach of a leak, as far as outputs show it."""
+def kind_of(
+    call: Call | None,
+    name: str,
+    *,
+    alone: bool = False,
+    forward: bool = True,
+    local: bool = False,
+    scaled: bool = False,
+    losses: bool = False,
+) -> str:
+    """Return the kind of a leak that begins in a call of a module.
 
-    alone: bool = False
-    """The document differs from itself alone; no change of another document shows."""
-    forward: bool = True
-    """From an earlier document to a later one."""
-    local: bool = False
-    """Only the first tokens of documents change."""
-    scaled: bool = False
-    """All outputs of the document change by one factor."""
-    losses: bool = False
-    """The target returns losses."""
-
-
-def kind_of(call: Call | None, name: str, effect: Effect) -> str:
-    """Return the kind of a leak that begins in a call of a module of a qualified name.
-
-    Without a call no module leaks, so the loss does, or the target is not made of modules.
+    Args:
+        call: None: no module leaks, so the loss does, or the target is not made of modules.
+        name: qualified name.
+        alone: the document differs from itself alone; no change of another document shows.
+        forward: from an earlier document to a later one.
+        local: only the first tokens of documents change.
+        scaled: all outputs of the document change by one factor.
+        losses: the target returns losses.
     """
-    if effect.scaled:
+    if scaled:
         return "row_statistics"
-    if call is None and effect.losses:
-        return "row_statistics" if effect.forward else "loss_mask"
+    if call is None and losses:
+        return "row_statistics" if forward else "loss_mask"
     if call is None:
-        return "position_ids" if effect.alone else "attention_mask"
+        return "position_ids" if alone else "attention_mask"
     words = f"{type(call.module).__name__} {name.rpartition('.')[2]}".lower()
-    if effect.alone and re.search(r"rotary|rope|embed|position|wpe", words):
+    if alone and re.search(r"rotary|rope|embed|position|wpe", words):
         return "position_ids"
-    if not effect.forward and re.search(_NAMES[0][1], name.lower()):
+    if not forward and re.search(_NAMES[0][1], name.lower()):
         return "mtp"
     if call.outputs[0].shape[1] == 1:  # losses
         return "loss_mask"
@@ -314,8 +299,8 @@ def kind_of(call: Call | None, name: str, effect: Effect) -> str:
             if re.search(pattern, text):
                 # Tokens of other documents have no effect: the mask or the positions depend on
                 # places or lengths.
-                return "position_ids" if effect.alone and kind == "attention_mask" else kind
-    if effect.local:
+                return "position_ids" if alone and kind == "attention_mask" else kind
+    if local:
         return "convolution"
     # What only computes token by token can leak by a statistic alone.
     if not children.strip() or re.search(r"mlp|ffn|feed_?forward", words):

@@ -94,7 +94,7 @@ def check_rows(
     boundaries = "cu_seqlens_q" if "kv_index" in batch else "cu_seqlens"
     passes = Passes(forward, batch, boundaries=boundaries, call=call, name=host)
     with passes.recorder:
-        problems = _problems(passes, batch, counts_of, longest, any_length=any_length)
+        problems = [one for one in _problems(passes, batch, counts_of, longest, any_length) if one]
     for rank in share(problems):
         if rank:
             raise LeakError(f"{host} {rank[0]}")
@@ -102,19 +102,13 @@ def check_rows(
 
 
 def _problems(
-    passes: Passes,
-    batch: dict[str, Any],
-    counts_of: Callable[[Mapping[str, Any]], Tensor],
-    longest: Mapping[str, Any] | None,
-    *,
-    any_length: bool,
-) -> list[str]:
-    """Run the passes of ``check_rows`` and describe what is wrong on this rank. Raises LeakError if
+    passes: Passes, batch: dict[str, Any], counts_of: Any, longest: Any, any_length: bool
+) -> Iterator[str | None]:
+    """Run the passes of ``check_rows``; yield what is wrong on this rank. Raises LeakError if
     documents leak."""
-    problems = []
     plain, counts = passes.run(batch), counts_of(batch)
     if plain.outputs[0].shape[1] == 1:
-        problems.append(_loss_problem(plain.outputs[0][:, 0], counts, passes.of_token))
+        yield _loss_problem(plain.outputs[0][:, 0], counts, passes.of_token)
     end, every_changed = _changed_tokens(batch)
     changes = []
     for changed in every_changed:
@@ -133,15 +127,14 @@ def _problems(
     dependents, run, same = changes[2]
     seen = run.difference(plain).masked_fill(dependents | ~same | (passes.of_token < 0), 0)
     if float(seen.max()) > passes.rounding:
-        problems.append(f"lets token {int(seen.argmax())} see what comes after it")
+        yield f"lets token {int(seen.argmax())} see what comes after it"
     if longest is not None:
         batch = _with_labels(longest)
         plain, counts = passes.run(batch, documents=_documents(batch)), counts_of(batch)
     for part in _parts(batch, any_length=any_length):
         comparable = counts[part.before] == counts_of(part.batch)[part.after]
         run = passes.run(part.batch, documents=_documents(part.batch))
-        problems.append(_part_problem(part, plain, run, comparable, rounding=passes.rounding))
-    return [problem for problem in problems if problem]
+        yield _part_problem(part, plain, run, comparable, rounding=passes.rounding)
 
 
 def _documents(batch: Mapping[str, Any]) -> Documents:

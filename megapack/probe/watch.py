@@ -133,11 +133,7 @@ class LeakCallback:
 
     state_key = "megapack.probe.LeakCallback"
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return nothing: the callback has no state to resume."""
-        return {}
-
     def __getattr__(self, event: str) -> Callable[..., None]:
-        if not event.startswith(("on_", "setup", "teardown", "load_state_dict")):
+        if not event.startswith(("on_", "setup", "teardown", "state_dict", "load_state_dict")):
             raise AttributeError(f"LeakCallback has no attribute {event!r}")
         return lambda *_, **__: None

@@ -326,8 +326,6 @@ MECHANISMS = [
     Bug("scale of row", lambda: Decoder(mlp=Quantized), Decoder, ENDS, STATISTICS, f"{MLP}.down"),
     Bug("best first", lambda: Decoder(mlp=BestFirst), lambda: Decoder(mlp=Experts), ENDS,
         "expert_capacity", MLP),
-    Bug("load bias", lambda: Decoder(mlp=LoadBias), lambda: Decoder(mlp=Experts), ENDS,
-        "expert_capacity", MLP),
     Bug("no gradient", lambda: Decoder(mlp=ChoiceOfFirst), Decoder, ENDS, STATISTICS, MLP,
         {(0, 2)}),
     Bug("scaled embedding", lambda: scaled_embedding(ScaledEmbedding),
@@ -357,8 +355,23 @@ def test_a_state_between_calls_is_named() -> None:
             past, self.past = self.past, (x.detach().mean(),)
             return super().forward(x, **given) + sum(past)
 
-    with pytest.raises(LeakError, match="keeps a state between calls"):
-        probe(Decoder(KeepsKeys), ENDS)
+    for model in (Decoder(KeepsKeys), Decoder(mlp=LoadBias)):
+        with pytest.raises(LeakError, match="keeps a state between calls"):
+            probe(model, ENDS)
+
+
+def test_losses_that_the_mask_of_the_batch_excludes_are_not_compared() -> None:
+    """Megatron's model returns all losses; its loss function applies the mask."""
+    model = Decoder()
+    row = packed_batch("cu_seqlens", "loss_mask")
+
+    def losses(batch: dict[str, Tensor]) -> Tensor:
+        logits = model(batch["input_ids"], cu_seqlens=batch["cu_seqlens"])
+        return token_losses(logits, batch["input_ids"].roll(-1, dims=1))
+
+    assert probe(losses, row).ok
+    wrong = probe(losses, {**row, "loss_mask": torch.ones_like(row["loss_mask"])})
+    assert {leak.kind for leak in wrong.leaks} == {"loss_mask"}
 
 
 # ---- What is right
