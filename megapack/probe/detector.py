@@ -272,10 +272,12 @@ class Passes:
                 "model keeps a state between calls (a cache). Call eval(), set the probability to "
                 "0, or clear the state in call="
             )
-        self.losses = any(output.shape[1] == 1 for output in plain.outputs)
-        mask = self.batch.get("loss_mask")
-        if self.losses and isinstance(mask, Tensor) and mask.numel() == len(real):
-            self.compared &= mask.flatten().cpu() != 0  # Megatron applies it to the model's losses
+        losses = [output[real] for output in plain.outputs if output.shape[1] == 1]
+        self.losses, mask = bool(losses), self.batch.get("loss_mask")
+        whole = all(bool((loss != 0).all()) for loss in losses)
+        if losses and whole and isinstance(mask, Tensor) and mask.numel() == len(real):
+            # A model that masks no loss leaves that to its caller, as Megatron's does.
+            self.compared &= mask.flatten().cpu() != 0
         self.moved, self.allowed = moved, max(tolerance, 4 * equal / moved)
         # Ranks of a pipeline: those without outputs are earlier stages.
         self.is_pipeline = any(facts[-1] == 0 for facts in ranks)
