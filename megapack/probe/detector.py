@@ -224,7 +224,10 @@ class Passes:
                 output = self.call(self.target, dict(given))
                 loss = self.loss(output, given) if self.loss else getattr(output, "loss", None)
         fields = [output] if loss is None or loss.dim() == 0 else [output, loss]
-        run = Run(list(tensors(fields)), calls, documents)
+        raw = list(tensors(fields))
+        if output is not None and all(per_token(value, documents) is None for value in raw):
+            raw += tensors(self.recorder.last)  # a fused loss returns no logits
+        run = Run(raw, calls, documents)
         self.recorder.dtypes |= {value.dtype for value in run.raw}
         run.graph, run.loss = graph, loss
         if not gradients:

@@ -109,12 +109,14 @@ class Recorder:
     def __init__(self, documents: Documents) -> None:
         self.documents = documents
         self.dtypes: set[torch.dtype] = set()
+        self.last: Any = ()  # output of the module that ended last
         self.saved: dict[int, tuple[nn.Module, dict[str, Any], dict[str, Tensor]]] = {}
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, *_: object) -> None:
-        """Give every module that ran its first buffers, such as token counts of experts."""
+        """Free the graph; give modules their first buffers, such as token counts of experts."""
+        self.last = ()
         for module, buffers, copies in self.saved.values():
             module._buffers.update(buffers)
             for name, copy in copies.items():
@@ -151,6 +153,7 @@ class Recorder:
                 numbers[id(module)] += 1
                 call = Call(module, number, small(values), small(values, ids=True), outputs)
                 found.append(call)
+                self.last = output
                 if gradients is not None:
                     gradients.follow(module, [args, kwargs], output)
 

@@ -26,7 +26,7 @@ from torch import nn
 from megapack.errors import MegapackWarning
 from megapack.probe.call import unwrapped
 from megapack.probe.detector import probe
-from megapack.probe.report import LeakError, Report
+from megapack.probe.report import Report
 
 
 class watch(ContextDecorator):  # noqa: N801  # read as a function, like contextlib's own
@@ -82,17 +82,7 @@ class watch(ContextDecorator):  # noqa: N801  # read as a function, like context
         for name, parameter in signature.parameters.items():
             if parameter.kind is parameter.VAR_KEYWORD:
                 batch |= batch.pop(name, {})
-        try:
-            self.report = probe(
-                module, batch, call=lambda _, given: module(**given), **self._options
-            )
-        except LeakError:
-            # A fused loss returns no logits; the decoder, called next, returns hidden states.
-            decoder = getattr(module, "get_decoder", lambda: module)()
-            if decoder is module:
-                raise
-            self._hooks = [self._hook(decoder)]
-            return
+        self.report = probe(module, batch, call=lambda _, given: module(**given), **self._options)
         if self._on_leak == "raise":
             self.report.raise_if_leaking()
         elif not self.report.ok:
