@@ -8,10 +8,13 @@ import shutil
 import sys
 import tarfile
 import zipfile
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from peers import peer
 from programs import ended
 
 import megapack
@@ -59,14 +62,19 @@ def test_sdist_has_examples_but_no_tests(sdist: set[str]) -> None:
     assert not {name for name in sdist if name.endswith((".so", ".pyc", ".pyi"))}
 
 
-def test_wheel_has_only_the_package(tmp_path: Path) -> None:
+def _wheel(folder: Path) -> Path:
+    """Build a wheel without the extension."""
     _setup(
-        *("egg_info", "--egg-base", tmp_path),
-        *("build", "--build-base", tmp_path / "build"),
-        *("bdist_wheel", "--bdist-dir", tmp_path / "wheel", "-d", tmp_path),
+        *("egg_info", "--egg-base", folder),
+        *("build", "--build-base", folder / "build"),
+        *("bdist_wheel", "--bdist-dir", folder / "wheel", "-d", folder),
     )
-    (archive,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(archive) as file:
+    (archive,) = folder.glob("*.whl")
+    return archive
+
+
+def test_wheel_has_only_the_package(tmp_path: Path) -> None:
+    with zipfile.ZipFile(_wheel(tmp_path)) as file:
         names = set(file.namelist())
         (entry,) = (name for name in names if name.endswith("entry_points.txt"))
         commands = file.read(entry).decode()
@@ -84,6 +92,65 @@ def test_wheel_has_only_the_package(tmp_path: Path) -> None:
     assert sources | pages | {"megapack/py.typed", "megapack/_core.pyi"} <= names
     tops = {name.partition("/")[0] for name in names}
     assert tops <= {"megapack", entry.partition("/")[0]}
+
+
+def _only(name: str, folder: Path) -> None:
+    """Link an installed distribution and those that it needs into a folder."""
+    waiting, known = [name], set()
+    while waiting:
+        try:
+            installed = distribution(waiting.pop())
+        except PackageNotFoundError:  # of another platform
+            continue
+        if installed.name in known:
+            continue
+        known.add(installed.name)
+        for top in {file.parts[0] for file in installed.files or ()} - {"..", "__pycache__"}:
+            (folder / top).exists() or (folder / top).symlink_to(installed.locate_file(top))
+        needs = [Requirement(text) for text in installed.requires or ()]
+        waiting += [one.name for one in needs if not one.marker or one.marker.evaluate()]
+
+
+PROBE = """
+import sys, torch
+from torch import nn
+from megapack.probe import __file__, probe
+
+class Mean(nn.Module):
+    def forward(self, x, cu_seqlens):
+        return x.cumsum(1) / (1 + torch.arange(x.shape[1])[:, None])
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.state = nn.Embedding(9, 4), Mean()
+    def forward(self, input_ids, cu_seqlens):
+        return self.state(self.embed(input_ids), cu_seqlens)
+
+model = Model()
+batch = {"input_ids": torch.arange(9)[None], "cu_seqlens": torch.tensor([0, 4, 9])}
+print(__file__)
+print(probe(lambda batch: model.embed(batch["input_ids"]), batch))
+print(probe(model, batch).leaks[0].layer)
+print({"numpy", "yaml", "transformers", "xxhash", "megapack._core"} & {*sys.modules})
+"""
+
+
+def test_the_probe_of_a_wheel_runs_with_torch_alone(tmp_path: Path) -> None:
+    """Without the dependencies of the wheel, in an environment that has only torch."""
+    peer("torch")
+    ended(sys.executable, "-m", "venv", "--without-pip", tmp_path / "env", cwd=tmp_path)
+    python = tmp_path / "env" / "bin" / "python"
+    (packages,) = (tmp_path / "env" / "lib").glob("python*/site-packages")
+    _only("torch", packages)
+    with zipfile.ZipFile(_wheel(tmp_path)) as archive:
+        archive.extractall(packages)
+    for name in ("numpy", "transformers", "yaml"):
+        assert not (packages / name).exists()
+    printed = ended(python, "-I", "-c", PROBE, cwd=tmp_path).stdout.splitlines()
+    assert printed[0] == str(packages / "megapack" / "probe" / "__init__.py")
+    assert printed[1].startswith("2 documents are independent")
+    assert printed[2:] == ["state", "set()"]
 
 
 CORE = {

@@ -24,13 +24,14 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from megapack.attention.model_check import tiny_reference
+from megapack.attention.model_check import isolated, tiny_reference
 from megapack.attention.tiny_model import VOCABULARY, Row
 from megapack.attention.transformers_interface import register
 from megapack.calls import nearest
@@ -49,10 +50,11 @@ def _numbers(row: Row) -> Tensor:
 
 
 def _block_mask(row: Row) -> Tensor:
-    """Return a mask to add to scores, float32 ``[1, 1, T, T]``."""
+    """Return which keys a query sees, bool ``[1, 1, T, T]``."""
     numbers = _numbers(row)[0]
-    mask = (numbers[:, None] == numbers) & torch.ones(len(numbers), len(numbers)).tril().bool()
-    return torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float16).min)[None, None]
+    return ((numbers[:, None] == numbers) & torch.ones(len(numbers), len(numbers)).tril().bool())[
+        None, None
+    ]
 
 
 # Ways in which trainers pass boundaries to a model: name -> arguments in addition to input_ids.
@@ -111,12 +113,17 @@ def findings(
 ) -> list[Combination]:
     """Probe a tiny model of a transformers configuration with every combination."""
     register("eager")  # the kernel of "megapack" here; it has soft caps
-    row = Row.of(_documents())
-    found = []
+    row, label = Row.of(_documents()), str(dtype).removeprefix("torch.")
+    build = partial(_build, dtype)
+    found: list[Combination] = []
+    made: Any = None
     for implementation in attention:
-        label = str(dtype).removeprefix("torch.")
         try:
-            model: Any = _tiny_model(configuration, implementation, dtype)
+            with isolated(torch.device("cpu")):
+                made = made or tiny_reference(configuration, build, _lower_thresholds)
+            model = build(made[0], implementation)
+            model.load_state_dict(made[1].state_dict())
+            model.train()
         except Exception as error:  # transformers has many ways to say that it does not offer one
             found += [
                 Combination(name, implementation, way, label, "refused", _first_line(error))
@@ -126,7 +133,8 @@ def findings(
         for way in boundaries:
             batch = {"input_ids": row.tokens, "use_cache": False, **WAYS[way](row)}
             if way == "4-D mask":
-                batch["attention_mask"] = batch["attention_mask"].to(dtype)
+                seen = batch["attention_mask"]  # to be added to scores, as transformers does
+                batch["attention_mask"] = (~seen).to(dtype) * torch.finfo(dtype).min
             verdict, detail = _verdict(model, batch, row)
             found.append(Combination(name, implementation, way, label, verdict, detail))
     return found
@@ -155,21 +163,13 @@ def _documents() -> list[Tensor]:
     return [torch.randint(3, VOCABULARY - 8, (n,), generator=generator) for n in LENGTHS]
 
 
-def _tiny_model(configuration: Any, attention: str, dtype: torch.dtype) -> Any:
-    """Return a tiny model in training mode, with random weights and position thresholds."""
-
-    def build(tiny: Any, implementation: str) -> Any:
-        transformers = require("transformers", "megapack-probe")
-        if implementation == "flex_attention" and not torch.cuda.is_available():
-            raise MegapackError("flex_attention is probed on a GPU; its CPU kernel is compiled")
-        return transformers.AutoModelForCausalLM.from_config(
-            copy.deepcopy(tiny), attn_implementation=implementation, dtype=dtype
-        )
-
-    tiny, reference = tiny_reference(configuration, build, _lower_thresholds)
-    model = build(tiny, attention)
-    model.load_state_dict(reference.state_dict())
-    return model.train()
+def _build(dtype: torch.dtype, tiny: Any, attention: str) -> Any:
+    transformers = require("transformers", "megapack-probe")
+    if attention == "flex_attention" and not torch.cuda.is_available():
+        raise MegapackError("flex_attention is probed on a GPU; its CPU kernel is compiled")
+    return transformers.AutoModelForCausalLM.from_config(
+        copy.deepcopy(tiny), attn_implementation=attention, dtype=dtype
+    )
 
 
 def _lower_thresholds(tiny: Any) -> None:

@@ -73,7 +73,9 @@ def narrow_head(target: Any, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
 # ---- Tokens and labels
 
 
-def changed_batch(batch: Mapping[str, Any], changed: Tensor) -> dict[str, Any]:
+def changed_batch(
+    batch: Mapping[str, Any], changed: Tensor, documents: Documents
+) -> dict[str, Any]:
     """Return the batch with other tokens where ``changed``, bool (tokens,), and labels that
     follow."""
     name = tokens_of(batch)
@@ -81,7 +83,7 @@ def changed_batch(batch: Mapping[str, Any], changed: Tensor) -> dict[str, Any]:
     where = changed.to(tokens.device).view(tokens.shape[: 1 if tokens.dim() == 1 else 2])
     if tokens.is_floating_point():
         return {**batch, name: torch.where(where.unsqueeze(-1), -tokens, tokens)}
-    new = torch.where(where, other_tokens(tokens), tokens)
+    new = torch.where(where, other_tokens(tokens, documents), tokens)
     result = {**batch, name: new}
     labels = batch.get("labels")
     if isinstance(labels, Tensor) and labels.shape == tokens.shape:
@@ -91,13 +93,28 @@ def changed_batch(batch: Mapping[str, Any], changed: Tensor) -> dict[str, Any]:
     return result
 
 
-def other_tokens(tokens: Tensor) -> Tensor:
+def other_tokens(tokens: Tensor, documents: Documents) -> Tensor:
     """Return a different id for each token, within the range of ids that occur (plus a neighbor if
-    only one occurs)."""
+    only one occurs). Ids with which all documents begin or end stay, and stay unique: a model may
+    take boundaries from them."""
     low, high = int(tokens.min()), int(tokens.max())
     if low == high:
         low, high = (0, 1) if low <= 1 else (low - 1, low)
-    return low + (tokens - low + 1) % (high - low + 1)
+
+    def following(ids: Tensor) -> Tensor:
+        return low + (ids - low + 1) % (high - low + 1)
+
+    every = [tokens.flatten()[documents.places(n).to(tokens.device)] for n in documents.numbers]
+    if not every:  # a rank that has only padding
+        return following(tokens)
+    both = [torch.stack([part[end] for part in every]) for end in (0, -1)]
+    kept = torch.cat([ids[:1] for ids in both if bool((ids == ids[0]).all())] or [both[0][:0]])
+    if any(bool(torch.isin(part, kept).all()) for part in every):
+        return following(tokens)
+    others = following(tokens)
+    for _ in kept:
+        others = torch.where(torch.isin(others, kept), following(others), others)
+    return torch.where(torch.isin(tokens, kept), tokens, others)
 
 
 def label_shift(tokens: Tensor, labels: Tensor) -> int:
@@ -109,7 +126,7 @@ def label_shift(tokens: Tensor, labels: Tensor) -> int:
 def counted_ends(batch: Mapping[str, Any], documents: Documents, run: Any) -> list[int]:
     """Return the last tokens of documents, followed by another in their row, whose loss counts:
     by the gradient of a loss of the whole batch, else by labels that are tokens."""
-    of_token, row = documents.of_token, documents.row
+    of_token, row, ids = documents.of_token, documents.row, batch[tokens_of(batch)]
     ends = torch.zeros(len(of_token), dtype=torch.bool)
     ends[:-1] = (of_token[1:] != of_token[:-1]) & (of_token[1:] >= 0) & (of_token[:-1] >= 0)
     ends[row - 1 :: row] = False
@@ -119,10 +136,13 @@ def counted_ends(batch: Mapping[str, Any], documents: Documents, run: Any) -> li
         for grad in grads:
             tokens = None if grad is None else per_token(grad, documents)
             if tokens is not None and bool((tokens != 0).any()):
-                counted = (tokens != 0).any(dim=1).cpu()
-                return (counted & ends).nonzero()[:, 0].tolist()
-    name = tokens_of(batch)
-    tokens, labels = batch[name], batch.get("labels")
+                counted = (tokens != 0).any(dim=1)
+                if not ids.is_floating_point() and int(ids.max()) < tokens.shape[1]:
+                    # Cross-entropy has its lowest gradient at the label; the other tokens may have
+                    # an auxiliary loss, or a label of their own document.
+                    counted &= tokens.argmin(dim=1) == ids.flatten().roll(-1)
+                return (counted.cpu() & ends).nonzero()[:, 0].tolist()
+    tokens, labels = ids, batch.get("labels")
     if not isinstance(labels, Tensor) or labels.shape != tokens.shape or tokens.is_floating_point():
         return []
     counted = labels >= 0

@@ -14,8 +14,9 @@ Pass 4 also takes gradients: outputs of some documents must have none at tokens 
 from __future__ import annotations
 
 import itertools
+import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -25,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megapack.calls import checked_call
-from megapack.probe.boundaries import Documents, alone, read_documents
+from megapack.probe.boundaries import Documents, alone, read_documents, tokens_of
 from megapack.probe.call import call_target, changed_batch, counted_ends, is_compiled, narrow_head
 from megapack.probe.layers import (
     TOLERANCE,
@@ -40,9 +41,9 @@ from megapack.probe.layers import (
 )
 from megapack.probe.report import Leak, LeakError, Report
 
-# Lower bits of a document's number: documents with equal lower bits are one group for gradients.
-BITS = 3
+CODES = 20  # documents of which six groups separate every pair
 NEAR = 8  # documents of which exact sources are computed
+FEW = 8  # tokens at a document's begin or end that a convolution or a target reaches
 
 
 @checked_call
@@ -53,7 +54,6 @@ def probe(
     boundaries: Any = None,
     loss: Callable[[Any, Mapping[str, Any]], Tensor] | None = None,
     gradients: bool = True,
-    tolerance: float | None = None,
     call: Callable[[Any, Mapping[str, Any]], Any] | None = None,
 ) -> Report:
     """Return which documents of a batch depend on others, and where that begins.
@@ -72,13 +72,11 @@ def probe(
             a mask; None: those that the batch has.
         loss: maps output and batch to a loss per token or of the batch, to check what it counts.
         gradients: whether to check gradients, too.
-        tolerance: change that rounding explains, as a fraction of the change in documents whose
-            tokens changed; None: by dtype.
         call: calls the target with a batch; None: ``target(**batch)`` for a module, with the
             arguments that it takes, else ``target(batch)``.
     """
     began = time.perf_counter()
-    run = Passes(target, batch, boundaries=boundaries, loss=loss, tolerance=tolerance, call=call)
+    run = Passes(target, batch, boundaries=boundaries, loss=loss, call=call)
     leaks = run.leaks(gradients=gradients)
     return Report(
         leaks=tuple(leaks),
@@ -98,7 +96,8 @@ class Run:
         found = [per_token(value, documents) for value in raw if value.is_floating_point()]
         self.outputs = [reduce(value).cpu() for value in found if value is not None]
         self.calls = calls
-        self.gradients: Gradients | None = None
+        self.graph = Gradients(documents)
+        self.tokens = [value for value in found if value is not None and value.requires_grad]
         self.loss: Tensor | None = None
 
     def difference(self, other: Run, places: Tensor | None = None) -> Tensor:
@@ -123,7 +122,6 @@ class Passes:
         *,
         boundaries: Any = None,
         loss: Any = None,
-        tolerance: float | None = None,
         call: Any = None,
         name: str = "the target",
     ) -> None:
@@ -137,44 +135,49 @@ class Passes:
         self.of_token = of_token.masked_fill(documents.of_token < 0, -1)
         self.documents = replace(documents, of_token=self.of_token)
         self.recorder = Recorder(self.documents)
-        self.given_tolerance = tolerance
         self.moved = self.allowed = 0.0
         self.forwards = 0
         self.notes: list[str] = []
         self.calls: list[Call] = []
         self.losses = False  # whether an output is a loss per token
+        self.compared = self.of_token >= 0
 
     def leaks(self, *, gradients: bool) -> list[Leak]:
         """Run all passes and return the leaks of all ranks."""
         if len(self.numbers) < 2:
             raise LeakError(f"documents of the batch: {len(self.numbers)}; the probe needs two")
-        with self.recorder.restored_buffers():
-            plain = self.run(self.batch)
-            changes = [
-                (changed, self.run(self.changed(changed)), True) for changed in self.halves()
-            ]
-            again = self.run(self.batch, seed=1, gradients=gradients, eager=True)
-            self.measure(plain, changes, again)
-            # Compiled code calls no hooks: the eager pass shows where a leak begins.
-            base = again if is_compiled(self.target) else plain
-            found = [x for change in changes for x in self.affected(plain, *change)]
-            found = merge(share(found))  # then all ranks take the same gradients
-            if gradients and found:
-                found = [self.with_source(leak, again) for leak in found[:NEAR]] + found[NEAR:]
-            elif gradients:
-                found = self.gradient_leaks(again)
-            if found:
-                found = self.exact(found, base)
-            if dist_size() > 1:
-                self.notes.append("documents alone are not compared, because ranks may share them")
-            elif not found:
-                found = self.alone_leaks(plain)
-            if not any(leak.kind == "loss_mask" for leak in found):
-                found += merge(share(self.counted_leaks(again)))
-            if again.gradients is not None:
-                again.gradients.release()
-            self.end_iteration()
-            return found
+        with self.recorder:
+            return self._leaks(gradients=gradients)
+
+    def _leaks(self, *, gradients: bool) -> list[Leak]:
+        plain, padding = self.run(self.batch), self.of_token < 0
+        halves = [~padding & (self.of_token % 2 == odd) for odd in (1, 0)]
+        changes = [(half, self.run(self.changed(half | padding)), True) for half in halves]
+        again = self.run(self.batch, seed=1, gradients=gradients, eager=True)
+        self.measure(plain, changes, again)
+        # Compiled code calls no hooks: the eager pass shows where a leak begins.
+        base = again if is_compiled(self.target) else plain
+        found = [x for change in changes for x in self.affected(plain, *change)]
+        found = merge(share(found))  # then all ranks take the same gradients
+        if gradients and found:
+            found = [self.with_source(leak, again) for leak in found[:NEAR]] + found[NEAR:]
+        elif gradients:
+            found = self.gradient_leaks(again)
+        if found:
+            found = self.exact(found, base)
+        elif len(self.numbers) > 2:
+            # Both of a pair may be odd or even, and a choice of experts has no gradient.
+            changed = groups(len(self.numbers))[0][self.of_token] & (self.of_token >= 0)
+            run = self.run(self.changed(changed), eager=True)
+            found = merge(share(self.affected(base, changed, run)))
+        if dist_size() > 1:
+            self.notes.append("documents alone are not compared, because ranks may share them")
+        elif not found:
+            found = self.alone_leaks(plain)
+        if not any(leak.kind == "loss_mask" for leak in found):
+            found += merge(share(self.counted_leaks(again)))
+        self.end_iteration()
+        return found
 
     def end_iteration(self) -> None:
         """Let FSDP2 forget the passes before: after one without a backward pass, or whose backward
@@ -183,11 +186,6 @@ class Passes:
         for module in modules:
             if hasattr(module, "reset_iter_state") and module._get_fsdp_state()._is_root:
                 module.reset_iter_state()
-
-    def halves(self) -> tuple[Tensor, Tensor]:
-        """Return the tokens of odd and of even documents, bool (tokens,)."""
-        real = self.of_token >= 0
-        return real & (self.of_token % 2 == 1), real & (self.of_token % 2 == 0)
 
     @property
     def rounding(self) -> float:
@@ -214,28 +212,33 @@ class Passes:
         compiled = is_compiled(self.target)
         stance = torch.compiler.set_stance("force_eager") if compiled and eager else nullcontext()
         no_sync = getattr(self.target, "no_sync", nullcontext) if gradients else nullcontext
+        graph = Gradients(documents)
+        if gradients and batch[name := tokens_of(batch)].is_floating_point():
+            batch = {**batch, name: batch[name].detach().requires_grad_()}
+            graph.leaves.append(batch[name])
         head = nullcontext(batch) if compiled or self.loss else narrow_head(self.target, batch)
-        leaves = Gradients(documents) if gradients else None
         with torch.random.fork_rng(devices), stance, no_sync(), head as given:
             torch.manual_seed(seed)
             with (
                 torch.set_grad_enabled(gradients),
-                self.recorder.calls(documents, leaves) as calls,
+                self.recorder.calls(documents, graph if gradients else None) as calls,
             ):
                 output = self.call(self.target, dict(given))
                 loss = self.loss(output, given) if self.loss else getattr(output, "loss", None)
         fields = [output] if loss is None or loss.dim() == 0 else [output, loss]
-        run = Run(list(tensors(fields)), calls, documents)
+        raw = list(tensors(fields))
+        if output is not None and all(per_token(value, documents) is None for value in raw):
+            raw += tensors(self.recorder.last)  # a fused loss returns no logits
+        run = Run(raw, calls, documents)
         self.recorder.dtypes |= {value.dtype for value in run.raw}
-        run.gradients = leaves
-        run.loss = loss
+        run.graph, run.loss = graph, loss
         if not gradients:
-            run.raw = []
+            run.raw = run.tokens = []
         return run
 
     def changed(self, changed: Tensor) -> dict[str, Any]:
         """Return the batch with other tokens in the changed documents."""
-        return changed_batch(self.batch, changed)
+        return changed_batch(self.batch, changed, self.documents)
 
     def measure(self, plain: Run, changes: Sequence[Change], again: Run | None = None) -> None:
         """Compare noise with changes. Raises LeakError on all ranks if the outputs cannot
@@ -244,43 +247,45 @@ class Passes:
         differences = [(changed, run.difference(plain)) for changed, run, _ in changes]
         noise = (again or plain).difference(plain)
         finite = all(bool((d.isfinite() | ~real[: len(d)]).all()) for _, d in differences)
-        facts = {
-            "moved": max(largest(d, changed) for changed, d in differences),
-            "noise": largest(noise, real),
-            "tolerance": max(
-                TOLERANCE.get(one, 1e-3) for one in {*self.recorder.dtypes, torch.float32}
-            ),
-            "infinite": not finite,
-            "outputs": len(plain.outputs),
-        }
-        every = share([facts])
-        worst = {name: max(rank[0][name] for rank in every) for name in facts}
-        if not worst["outputs"]:
+        facts = (
+            max(largest(d, changed) for changed, d in differences),
+            largest(noise, real),
+            max(TOLERANCE.get(one, 1e-3) for one in {*self.recorder.dtypes, torch.float32}),
+            not finite,
+            len(plain.outputs),
+        )
+        ranks = [rank[0] for rank in share([facts])]
+        moved, equal, tolerance, infinite, outputs = map(max, zip(*ranks, strict=True))
+        if not outputs:
             raise LeakError(
                 f"{self.name} returns no float tensor of {self.documents.rows} x "
                 f"{self.documents.row} tokens, so there is nothing to compare"
             )
-        if worst["infinite"]:
+        if infinite:
             raise LeakError(
                 f"{self.name} gives outputs that are not finite; check its weights and precision"
             )
-        if worst["moved"] == 0:
+        if moved == 0:
             raise LeakError(
                 f"{self.name} gives the same outputs when tokens change: they do not depend on the "
                 "batch that the probe passes, so it cannot check anything"
             )
-        tolerance = self.given_tolerance or worst["tolerance"]
-        noise_fraction = worst["noise"] / worst["moved"]
-        if noise_fraction > tolerance:
+        if equal / moved > tolerance:
             raise LeakError(
-                f"two equal passes differ by {noise_fraction:.2g} of a change, but rounding "
-                f"explains only {tolerance:.2g}: dropout or another random layer is on. Call eval()"
-                ", or set its probability to 0"
+                f"two equal passes differ by {equal / moved:.2g} of a change, but rounding "
+                f"explains only {tolerance:.2g}: dropout or another random layer is on, or the "
+                "model keeps a state between calls (a cache). Call eval(), set the probability to "
+                "0, or clear the state in call="
             )
-        self.losses = any(output.shape[1] == 1 for output in plain.outputs)
-        self.moved, self.allowed = worst["moved"], max(tolerance, 4 * noise_fraction)
+        losses = [output[real] for output in plain.outputs if output.shape[1] == 1]
+        self.losses, mask = bool(losses), self.batch.get("loss_mask")
+        whole = all(bool((loss != 0).all()) for loss in losses)
+        if losses and whole and isinstance(mask, Tensor) and mask.numel() == len(real):
+            # A model that masks no loss leaves that to its caller, as Megatron's does.
+            self.compared &= mask.flatten().cpu() != 0
+        self.moved, self.allowed = moved, max(tolerance, 4 * equal / moved)
         # Ranks of a pipeline: those without outputs are earlier stages.
-        self.is_pipeline = any(rank[0]["outputs"] == 0 for rank in every)
+        self.is_pipeline = any(facts[-1] == 0 for facts in ranks)
 
     # ---- Findings
 
@@ -290,6 +295,8 @@ class Passes:
         changed = self.of_token.eq(found[0].from_document or 0)
         run = self.run(self.changed(changed), eager=True)
         exact = merge(share(self.affected(base, changed, run)))
+        if not exact and found[0].kind != "gradient" and bool((self.of_token < 0).any()):
+            return [replace(leak, from_document=None) for leak in found]  # padding may be read
         if not exact:
             return found
         reached = {leak.to_document for leak in exact}
@@ -303,14 +310,14 @@ class Passes:
     ) -> list[Leak]:
         """Return one leak per document that changes, at ``same`` tokens, though its tokens do
         not."""
-        call = self.origin(plain, run, changed)
+        call, local = self.origin(plain, run, changed)
         # Ranks that share documents may hold no token of those that changed.
         every = share(sorted({*self.of_token[changed].tolist()}))
         sources = sorted({number for rank in every for number in rank})
         if not plain.outputs:  # a pipeline stage: it knows the layer, the last one the size
             return [] if call is None else [self.leak(call, -1, -1, 0, 0.0)]
         difference = run.difference(plain) / self.moved
-        leaking = (difference > self.allowed) & ~changed & same & (self.of_token >= 0)
+        leaking = (difference > self.allowed) & ~changed & same & self.compared
         leaks = []
         for number in sorted({*self.of_token[leaking].tolist()}):
             places = (leaking & (self.of_token == number)).nonzero()[:, 0]
@@ -318,10 +325,12 @@ class Passes:
             later = [n for n in sources if n > number]
             # The last tokens alone: their labels or targets are of the next document.
             last = int(self.documents.places(number)[-1])
-            at_end = later and int(places[0]) > last - 8 and len(self.documents.places(number)) > 8
+            at_end = (
+                later and int(places[0]) > last - FEW and len(self.documents.places(number)) > FEW
+            )
             source = min(later) if at_end or not earlier else earlier[-1]
             size = float(difference[places].max())
-            leaks.append(self.leak(call, source, number, int(places[0]), size))
+            leaks.append(self.leak(call, source, number, int(places[0]), size, local=local))
         return leaks
 
     def leak(
@@ -331,58 +340,59 @@ class Passes:
         to: int,
         position: int,
         size: float,
-        **given: Any,
+        *,
+        kind: str = "",
+        **effect: bool,
     ) -> Leak:
         """Return a leak of this rank that begins in a call of a module."""
         layer = None
         if call is not None:
             layer = names_of(self.target, self.calls).get(id(call.module), "")
         forward = source is None or source < to
+        effect |= {"alone": source is None, "forward": forward, "losses": self.losses}
         rank = dist.get_rank() if dist_size() > 1 else None
-        values = {
-            "kind": given.get("kind")
-            or kind_of(
-                call,
-                layer or "",
-                alone=source is None,
-                forward=forward or (call is None and not self.losses),
-            ),
-            "from_document": source,
-            "to_document": to,
-            "direction": "forward" if forward else "backward",
-            "first_position": position,
-            "size": size,
-            "noise": self.allowed,
-            "layer": layer,
-            "rank": rank,
-            "stage": rank if self.is_pipeline else None,
-        }
-        return Leak(**values)  # type: ignore[arg-type]
+        return Leak(
+            kind=kind or kind_of(call, layer or "", **effect),
+            from_document=source,
+            to_document=to,
+            direction="forward" if forward else "backward",
+            first_position=position,
+            size=size,
+            noise=self.allowed,
+            layer=layer,
+            rank=rank,
+            stage=rank if self.is_pipeline else None,
+        )
 
-    def origin(self, plain: Run, run: Run, changed: Tensor) -> Call | None:
-        """Return the first call of a module whose outputs leak while its inputs do not."""
+    def origin(self, plain: Run, run: Run, changed: Tensor) -> tuple[Call | None, bool]:
+        """Return the first call of a module whose outputs leak while its inputs do not, and whether
+        only first tokens of documents leak there."""
         kept = ~changed & (self.of_token >= 0)
 
-        def leak(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+        def leaking(ours: list[Tensor], theirs: list[Tensor]) -> Tensor:
+            where = torch.zeros_like(kept)
             for a, b in zip(ours, theirs, strict=False):
                 difference = largest_change(a.cpu(), b.cpu())
                 scale = largest(difference, changed) or float(b.abs().max())
-                if largest(difference, kept) > self.allowed * scale:
-                    return True
-            return False
+                where |= kept & (difference > self.allowed * scale)
+            return where
 
-        def begins(ours: Call, theirs: Call) -> bool:
+        for ours, theirs in self.pairs(plain, run):
+            where = leaking(ours.outputs, theirs.outputs)
             inputs = ours.inputs + ours.ids, theirs.inputs + theirs.ids
-            return leak(ours.outputs, theirs.outputs) and not leak(*inputs)
+            if where.any() and not leaking(*inputs).any():
+                places = [self.documents.places(n) for n in {*self.of_token[where].tolist()}]
+                long = [p for p in places if len(p) > FEW]
+                return ours, bool(long) and not any(where[p[FEW:]].any() for p in long)
+        return None, False
 
-        return self.first(plain, run, begins)
-
-    def first(self, plain: Run, run: Run, begins: Callable[[Call, Call], bool]) -> Call | None:
-        """Return the first call of ``run`` that ``begins`` to differ from that of ``plain``."""
-        known = {call.key: call for call in plain.calls}  # an expert without tokens is not called
+    def pairs(self, plain: Run, run: Run) -> Iterator[tuple[Call, Call]]:
+        """Yield the calls of ``run`` and those of ``plain``."""
         self.calls = plain.calls
-        pairs = ((call, known[call.key]) for call in run.calls if call.key in known)
-        return next((ours for ours, theirs in pairs if begins(ours, theirs)), None)
+        known = {(call.module, call.number): call for call in plain.calls}
+        for call in run.calls:
+            if other := known.get((call.module, call.number)):  # no call: an expert without tokens
+                yield call, other
 
     def alone_leaks(self, plain: Run) -> list[Leak]:
         """Compare documents alone with the same ones in their row: the shortest, the longest, and
@@ -401,7 +411,7 @@ class Passes:
                     f"documents alone are not compared: {type(error).__name__}: {error}"
                 )
                 break
-            leaking = (difference > self.allowed).nonzero()[:, 0]
+            leaking = ((difference > self.allowed) & self.compared[places]).nonzero()[:, 0]
             if not len(leaking):
                 continue
 
@@ -413,12 +423,16 @@ class Passes:
                 )
 
             # Positions, which are integers, may differ: then their embedding begins to differ.
-            def begins(ours: Call, theirs: Call, leak: Any = leak) -> bool:
-                return leak(ours.outputs, theirs.outputs) and not leak(ours.inputs, theirs.inputs)
-
-            call = self.first(plain, run, begins)
+            begins = (
+                (ours, theirs)
+                for ours, theirs in self.pairs(plain, run)
+                if leak(ours.outputs, theirs.outputs) and not leak(ours.inputs, theirs.inputs)
+            )
+            call, other = next(begins, (None, None))
+            made, kept = (call, other) if call and other else (run, plain)
+            one_factor = scaled(made.outputs, [value[places] for value in kept.outputs])
             position, size = int(places[leaking[0]]), float(difference.max())
-            leak_alone = self.leak(call, None, number, position, size)
+            leak_alone = self.leak(call, None, number, position, size, scaled=one_factor)
             if leak_alone.kind == "expert_capacity":  # seen above unless rounding decides a tie
                 self.notes.append(
                     f"document {number} has other experts alone, in {leak_alone.layer}"
@@ -433,14 +447,11 @@ class Passes:
 
         All ranks must call it, also those without tokens of ``own``. Zeros if autograd raises.
         """
-        assert again.gradients is not None
-        found = [per_token(value, self.documents) for value in again.raw if value.requires_grad]
-        outputs = [tokens for tokens in found if tokens is not None]
-        real = self.of_token >= 0
-        mine = real & own[self.of_token]
         size, error = torch.zeros(len(own)), None
+        real = self.of_token >= 0
         try:
-            of_token = again.gradients.backward(outputs, mine, real & ~mine)
+            sizes = again.graph.sizes(again.tokens, real & own[self.of_token], again.graph.leaves)
+            of_token = torch.stack(sizes).amax(dim=0)
             size.scatter_reduce_(0, self.of_token[real], of_token[real], "amax")
         except Exception as raised:
             error = f"gradients are not checked: {type(raised).__name__}: {raised}"
@@ -466,25 +477,26 @@ class Passes:
         """Return leaks that gradients show; all ranks take the same ones."""
         numbers = torch.arange(len(self.numbers))
         leaks: dict[tuple[int, int], Leak] = {}
-        bits = min(BITS, (len(numbers) - 1).bit_length())
-        for bit, value in itertools.product(range(bits), (0, 1)):
-            own = (numbers >> bit) % 2 == value
+        for own in groups(len(numbers)):
             size = self.reached(again, own)
             if not size.any():
                 continue
-            source = int(size.argmax())
-            near = sorted(numbers[own].tolist(), key=lambda n: abs(n - source))
-            for to in near[:NEAR]:
-                size = self.reached(again, numbers == to)
-                if size[source]:
-                    module = again.gradients.origin(self.allowed) if again.gradients else None
-                    self.calls = again.calls
-                    call = next((call for call in again.calls if call.module is module), None)
-                    place = next(iter(self.documents.places(to).tolist()), -1)
-                    leaks[source, to] = self.leak(
-                        call, source, to, place, float(size[source]), kind="gradient"
-                    )
-                    break
+            source, targets = int(size.argmax()), numbers[own]
+            while len(targets) > 1:
+                half = targets[: len(targets) // 2]
+                reaches = self.reached(again, torch.isin(numbers, half))[source]
+                targets = half if reaches else targets[len(half) :]
+            to = int(targets)
+            size = self.reached(again, numbers == to)
+            if size[source]:
+                one, other = self.of_token == to, (self.of_token >= 0) & (self.of_token != to)
+                module = again.graph.origin(again.tokens, one, other, self.allowed)
+                self.calls = again.calls
+                call = next((call for call in again.calls if call.module is module), None)
+                place = next(iter(self.documents.places(to).tolist()), -1)
+                leaks[source, to] = self.leak(
+                    call, source, to, place, float(size[source]), kind="gradient"
+                )
         ranks = share(list(leaks.values()))  # a rank knows the place, the layer, or neither
         return [
             replace(
@@ -515,6 +527,22 @@ def largest_change(ours: Tensor, theirs: Tensor) -> Tensor:
 def largest(difference: Tensor, where: Tensor) -> float:
     """Return the largest entry at ``where``, or 0 without entries."""
     return float(difference[where].max()) if len(difference) and bool(where.any()) else 0.0
+
+
+def scaled(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
+    """Return whether outputs differ by one factor, as after a division by the row's length."""
+    a, b = (torch.cat([x.cpu().flatten() for x in values]) for values in (ours, theirs))
+    return float((a - (a @ b) / (b @ b) * b).norm()) < 0.01 * float((a - b).norm())
+
+
+def groups(count: int) -> list[Tensor]:
+    """Return sets of documents, bool (documents,): of any two among CODES in sequence, each is in a
+    set without the other (Sperner's theorem)."""
+    size = next(n for n in range(2, 7) if math.comb(n, n // 2) >= min(count, CODES))
+    sets = list(itertools.combinations(range(size), size // 2))
+    # Shift each sequence, so that documents at no distance (256: ids in a byte) are always alike.
+    codes = [sets[(n + 2 * (n // CODES) ** 2) % len(sets)] for n in range(count)]
+    return [torch.tensor([number in code for code in codes]) for number in range(size)]
 
 
 # ---- Ranks

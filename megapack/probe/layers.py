@@ -15,13 +15,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.compiler import is_compiling
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
@@ -66,15 +69,13 @@ def reduce(value: Tensor) -> Tensor:
         width = value.shape[1]
         if width <= WIDTH:
             return value.float()
-        key = (width, value.device)
-        if key not in _SIGNS:
-            generator = torch.Generator().manual_seed(width)
-            signs = torch.randint(0, 2, (width, WIDTH), generator=generator) * 2.0 - 1
-            _SIGNS[key] = signs.to(value.device)
-        return value.float() @ _SIGNS[key]
+        return value.float() @ _signs(width, value.device)
 
 
-_SIGNS: dict[tuple[int, torch.device], Tensor] = {}
+@cache
+def _signs(width: int, device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(width)
+    return (torch.randint(0, 2, (width, WIDTH), generator=generator) * 2.0 - 1).to(device)
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
@@ -101,43 +102,26 @@ class Call(NamedTuple):
     """Integer inputs: tokens, positions."""
     outputs: list[Tensor]
 
-    @property
-    def key(self) -> tuple[int, int]:
-        """Identify the call in another pass."""
-        return id(self.module), self.number
-
 
 class Recorder:
-    """Records calls of modules in the order in which they end."""
+    """Records calls of modules in the order in which they end; restores buffers at its exit."""
 
     def __init__(self, documents: Documents) -> None:
         self.documents = documents
         self.dtypes: set[torch.dtype] = set()
+        self.last: Any = ()  # output of the module that ended last
+        self.saved: dict[int, tuple[nn.Module, dict[str, Any], dict[str, Tensor]]] = {}
 
-    @contextmanager
-    def restored_buffers(self) -> Iterator[None]:
-        """Restore the buffers of all modules that run, such as token counts of experts."""
-        saved: dict[int, tuple[nn.Module, dict[str, Any], dict[str, Tensor]]] = {}
+    def __enter__(self) -> None: ...
 
-        def save(module: nn.Module, inputs: Any) -> None:
-            del inputs
-            if module._buffers and id(module) not in saved and not torch.compiler.is_compiling():
-                copies = {
-                    k: v.detach().clone() for k, v in module._buffers.items() if v is not None
-                }
-                saved[id(module)] = (module, dict(module._buffers), copies)
-
-        hook = register_module_forward_pre_hook(save)
-        try:
-            yield
-        finally:
-            hook.remove()
-            with torch.no_grad():
-                for module, buffers, copies in saved.values():
-                    module._buffers.update(buffers)
-                    for name, copy in copies.items():
-                        if not torch.equal(buffers[name], copy):
-                            buffers[name].copy_(copy)
+    def __exit__(self, *_: object) -> None:
+        """Free the graph; give modules their first buffers, such as token counts of experts."""
+        self.last = ()
+        for module, buffers, copies in self.saved.values():
+            module._buffers.update(buffers)
+            for name, copy in copies.items():
+                if not torch.equal(buffers[name], copy):
+                    buffers[name].data.copy_(copy)
 
     @contextmanager
     def calls(
@@ -148,6 +132,13 @@ class Recorder:
         numbers: Counter[int] = Counter()
         active = True
 
+        def save(module: nn.Module, inputs: Any) -> None:
+            del inputs
+            if module._buffers and id(module) not in self.saved and not is_compiling():
+                buffers = {k: v for k, v in module._buffers.items() if v is not None}
+                copies = {name: value.detach().clone() for name, value in buffers.items()}
+                self.saved[id(module)] = (module, buffers, copies)
+
         def small(value: Any, *, ids: bool = False) -> list[Tensor]:
             found = [x for x in tensors(value) if x.is_floating_point() != ids]
             self.dtypes.update(x.dtype for x in found)
@@ -157,24 +148,29 @@ class Recorder:
         def keep(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if isinstance(module, nn.Conv1d):
                 output = output[..., : documents.row]  # after causal padding, the rest is cut off
-            if active and not torch.compiler.is_compiling() and (outputs := small(output)):
+            if active and not is_compiling() and (outputs := small(output)):
                 values, number = [args, kwargs], numbers[id(module)]
                 numbers[id(module)] += 1
                 call = Call(module, number, small(values), small(values, ids=True), outputs)
                 found.append(call)
+                self.last = output
                 if gradients is not None:
                     gradients.follow(module, [args, kwargs], output)
 
-        hook = register_module_forward_hook(keep, with_kwargs=True)
+        hooks = [
+            register_module_forward_pre_hook(save),
+            register_module_forward_hook(keep, with_kwargs=True),
+        ]
         try:
             yield found
         finally:
             active = False  # recomputation of checkpoints calls modules again
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
 
 
 class Gradients:
-    """Gradients at embeddings and at all modules' tensors, for two sets of documents.
+    """Graph of a pass: tensors that come from ids alone, and inputs and outputs of all modules.
 
     A module mixes documents in its backward pass first if gradients leak at its inputs and not at
     its outputs.
@@ -183,77 +179,50 @@ class Gradients:
     def __init__(self, documents: Documents) -> None:
         self.documents = documents
         self.leaves: list[Tensor] = []
-        self.calls: list[tuple[nn.Module, list[int], list[int]]] = []
-        self.keys: dict[int, int] = {}
-        self.alive: list[Any] = []
-        self.hooks: list[Any] = []
-        self.seen: dict[int, tuple[float, float]] = {}
-        self.sets: tuple[Tensor, Tensor] | None = None
-
-    def release(self) -> None:
-        """Free the graph: tensors refer to hooks, and these to tensors, which no collector sees."""
-        for hook in self.hooks:
-            hook.remove()
-        self.alive.clear()
-        self.leaves.clear()
+        # Edges, not tensors, which a training step would free.
+        self.calls: list[tuple[nn.Module, list[GradientEdge], list[GradientEdge]]] = []
 
     def follow(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        """Watch the gradients of a call; tensors that come from ids alone become leaves."""
-        if not self._floats(inputs):
-            self.leaves += [value.requires_grad_() for value in self._floats(outputs)]
-        self.calls.append((module, self._watch(inputs), self._watch(outputs)))
+        """Note a call; tensors that come from ids alone become leaves."""
+        taken, made = self._floats(inputs), self._floats(outputs)
+        if not taken:
+            self.leaves += [value.requires_grad_() for value in made]
+        edges = [
+            [get_gradient_edge(x) for x in values if x.requires_grad] for values in (taken, made)
+        ]
+        self.calls.append((module, *edges))
 
     def _floats(self, values: Any) -> list[Tensor]:
         floats = [x for x in tensors(values) if x.is_floating_point()]
         return [x for x in floats if per_token(x, self.documents) is not None]
 
-    def _watch(self, values: Any) -> list[int]:
-        keys = []
-        for value in self._floats(values):
-            if value.requires_grad:
-                key = self.keys.get(id(value))
-                if key is None:
-                    key = self.keys[id(value)] = len(self.alive)
-                    self.alive.append(value)
-                    hook = value.register_hook(partial(self._see, key))  # type: ignore[no-untyped-call]
-                    self.hooks.append(hook)
-                keys.append(key)
-        return keys
-
-    def _see(self, key: int, gradient: Tensor) -> None:
-        tokens = per_token(gradient, self.documents)
-        if tokens is not None and self.sets is not None:
-            size = tokens.detach().abs().amax(dim=1)
-            own, other = (size[where.to(size.device)].tolist() for where in self.sets)
-            self.seen[key] = (max(own, default=0.0), max(other, default=0.0))
-
-    def backward(self, outputs: list[Tensor], own: Tensor, other: Tensor) -> Tensor:
-        """Take the gradient of the outputs at ``own`` tokens; return its size at every token, and 0
-        at those of neither set."""
-        self.sets, self.seen = (own, other), {}
+    def sizes(self, outputs: list[Tensor], own: Tensor, inputs: Sequence[Any]) -> list[Tensor]:
+        """Return for every input the gradient of the outputs at ``own`` tokens, its largest entry
+        at every token, float32 (tokens,)."""
         generator = torch.Generator().manual_seed(0)
         total: Any = 0
         for value in outputs:
             weight = torch.randn(value.shape[1], generator=generator).to(value.device)
             total = total + (value.float() @ weight)[own.to(value.device)].sum()
-        grads = torch.autograd.grad(total, self.leaves, retain_graph=True, allow_unused=True)
-        size = torch.zeros(len(own))
-        for grad in grads:
-            tokens = None if grad is None else per_token(grad, self.documents)
-            if tokens is not None:
-                size = size.maximum(tokens.float().abs().amax(dim=1).cpu())
-        return size.masked_fill(~(own | other), 0)
+        grads = torch.autograd.grad(total, inputs, retain_graph=True, allow_unused=True)
+        found = [None if grad is None else per_token(grad, self.documents) for grad in grads]
+        zeros = torch.zeros(len(own))
+        return [zeros if x is None else x.float().abs().amax(dim=1).cpu() for x in found]
 
-    def origin(self, allowed: float) -> nn.Module | None:
-        """Return the innermost module whose backward pass leaked first."""
-        for module, inputs, outputs in self.calls:
-            if self._leaks(inputs, allowed) and not self._leaks(outputs, allowed):
-                return module
-        return None
+    def origin(
+        self, outputs: list[Tensor], own: Tensor, other: Tensor, allowed: float
+    ) -> nn.Module | None:
+        """Return the innermost module whose backward pass leaks first, from ``own`` tokens to
+        ``other`` ones."""
+        edges = [edge for _, *both in self.calls for edges in both for edge in edges]
+        sizes = iter(self.sizes(outputs, own, edges))
 
-    def _leaks(self, keys: list[int], allowed: float) -> bool:
-        seen = [self.seen[key] for key in keys if key in self.seen]
-        return any(other > allowed * own for own, other in seen)
+        def leak(edges: list[GradientEdge]) -> bool:
+            pairs = [(size * own, size * other) for size in islice(sizes, len(edges))]
+            return any(bool(theirs.max() > allowed * ours.max()) for ours, theirs in pairs)
+
+        leaks = [(module, leak(taken), leak(made)) for module, taken, made in self.calls]
+        return next((module for module, taken, made in leaks if taken and not made), None)
 
 
 def names_of(target: Any, calls: Iterable[Call]) -> dict[int, str]:
@@ -276,7 +245,7 @@ def names_of(target: Any, calls: Iterable[Call]) -> dict[int, str]:
 
 _NAMES = (
     ("mtp", r"mtp|nextn|next_n|multi_?token"),
-    ("convolution", r"conv"),
+    ("convolution", r"conv|shift|canon|fft"),
     (
         "recurrent_state",
         r"mamba|ssm|delta_?net|rwkv|recurren|rg_?lru|lstm|gru\b|retnet|retention|hgrn|\bgla\b|kda"
@@ -286,38 +255,56 @@ _NAMES = (
     ("expert_capacity", r"moe|expert|router|gate\b|sparse"),
     ("row_statistics", r"norm|scale|quant|linear"),
 )
+_CHILDREN = (
+    ("attention_mask", r"q_proj|qkv|query|attn|attention"),
+    ("expert_capacity", r"expert|router"),
+    ("recurrent_state", r"a_log|dt_|x_proj"),
+)
 
 
-def kind_of(call: Call | None, name: str, *, alone: bool, forward: bool) -> str:
+def kind_of(
+    call: Call | None,
+    name: str,
+    *,
+    alone: bool = False,
+    forward: bool = True,
+    local: bool = False,
+    scaled: bool = False,
+    losses: bool = False,
+) -> str:
     """Return the kind of a leak that begins in a call of a module.
 
     Args:
-        call: None: no module leaks, so the loss does.
+        call: None: no module leaks, so the loss does, or the target is not made of modules.
         name: qualified name.
-        alone: the document differs from itself alone, without a change of another document.
+        alone: the document differs from itself alone; no change of another document shows.
         forward: from an earlier document to a later one.
+        local: only the first tokens of documents change.
+        scaled: all outputs of the document change by one factor.
+        losses: the target returns losses.
     """
+    if scaled:
+        return "row_statistics"
+    if call is None and losses:
+        return "row_statistics" if forward else "loss_mask"
     if call is None:
-        return "position_ids" if alone else "attention_mask" if forward else "loss_mask"
-    module = call.module
-    words = f"{type(module).__name__} {name.rpartition('.')[2]}".lower()
+        return "position_ids" if alone else "attention_mask"
+    words = f"{type(call.module).__name__} {name.rpartition('.')[2]}".lower()
     if alone and re.search(r"rotary|rope|embed|position|wpe", words):
         return "position_ids"
     if not forward and re.search(_NAMES[0][1], name.lower()):
         return "mtp"
     if call.outputs[0].shape[1] == 1:  # losses
         return "loss_mask"
-    for kind, pattern in _NAMES:
-        if re.search(pattern, words):
-            return kind
-    children = " ".join(name for name, _ in module.named_modules()).lower()
-    for kind, pattern in (
-        ("attention_mask", r"q_proj|qkv|query|attn|attention"),
-        ("expert_capacity", r"expert|router"),
-        ("recurrent_state", r"a_log|dt_|x_proj"),
-    ):
-        if re.search(pattern, children):
-            return kind
+    children = " ".join(name for name, _ in call.module.named_modules()).lower()
+    for kinds, text in ((_NAMES, words), (_CHILDREN, children)):
+        for kind, pattern in kinds:
+            if re.search(pattern, text):
+                # Tokens of other documents have no effect: the mask or the positions depend on
+                # places or lengths.
+                return "position_ids" if alone and kind == "attention_mask" else kind
+    if local:
+        return "convolution"
     # What only computes token by token can leak by a statistic alone.
     if not children.strip() or re.search(r"mlp|ffn|feed_?forward", words):
         return "row_statistics"

@@ -7,25 +7,14 @@ Leak(kind="attention_mask", from_document=0, to_document=1, direction="forward",
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 from megapack.errors import ConfigError
 
-Kind: TypeAlias = Literal[
-    "attention_mask",
-    "position_ids",
-    "recurrent_state",
-    "convolution",
-    "row_statistics",
-    "expert_capacity",
-    "loss_mask",
-    "mtp",
-    "gradient",
-]
-
+# Kinds of leaks, and what a report says about them.
 CAUSES: dict[str, str] = {
     "attention_mask": "attention crosses documents: check its backend and the boundaries it gets",
-    "position_ids": "positions depend on other documents or on the place in the row",
+    "position_ids": "positions, windows or chunks depend on other documents or on the row",
     "recurrent_state": "the recurrent state is not reset at a boundary",
     "convolution": "the causal convolution reads tokens of the previous document",
     "row_statistics": "a statistic (norm, scale, maximum) is taken over several documents",
@@ -44,7 +33,8 @@ class LeakError(ConfigError):
 class Leak:
     """Effect of a document on another one."""
 
-    kind: Kind
+    kind: str
+    """Key of CAUSES."""
     from_document: int | None
     """Number in the batch, counted through all rows; None: the row as a whole."""
     to_document: int

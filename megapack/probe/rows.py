@@ -91,13 +91,24 @@ def check_rows(
     def call(_: Any, inputs: dict[str, Any]) -> Tensor:
         return forward(inputs).reshape(inputs["tokens"].numel(), -1)
 
-    is_tree = "kv_index" in batch
-    boundaries = "cu_seqlens_q" if is_tree else "cu_seqlens"
+    boundaries = "cu_seqlens_q" if "kv_index" in batch else "cu_seqlens"
     passes = Passes(forward, batch, boundaries=boundaries, call=call, name=host)
-    problems = []
+    with passes.recorder:
+        problems = [one for one in _problems(passes, batch, counts_of, longest, any_length) if one]
+    for rank in share(problems):
+        if rank:
+            raise LeakError(f"{host} {rank[0]}")
+    return time.perf_counter() - began
+
+
+def _problems(
+    passes: Passes, batch: dict[str, Any], counts_of: Any, longest: Any, any_length: bool
+) -> Iterator[str | None]:
+    """Run the passes of ``check_rows``; yield what is wrong on this rank. Raises LeakError if
+    documents leak."""
     plain, counts = passes.run(batch), counts_of(batch)
     if plain.outputs[0].shape[1] == 1:
-        problems.append(_loss_problem(plain.outputs[0][:, 0], counts, passes.of_token))
+        yield _loss_problem(plain.outputs[0][:, 0], counts, passes.of_token)
     end, every_changed = _changed_tokens(batch)
     changes = []
     for changed in every_changed:
@@ -108,25 +119,22 @@ def check_rows(
     every = [leak for change in changes[:2] for leak in passes.affected(plain, *change)]
     if leaks := merge(share(every)):
         # Other nodes of a tree may depend on the one that is changed.
+        is_tree = "kv_index" in batch
         leaks = leaks if is_tree else passes.exact(leaks, plain)
         what = "another document or branch" if is_tree else "another document"
-        head = f"{host} lets token {leaks[0].first_position} see {what}"
+        head = f"{passes.name} lets token {leaks[0].first_position} see {what}"
         raise LeakError("\n".join([head, *map(str, leaks)]))
     dependents, run, same = changes[2]
     seen = run.difference(plain).masked_fill(dependents | ~same | (passes.of_token < 0), 0)
     if float(seen.max()) > passes.rounding:
-        problems.append(f"lets token {int(seen.argmax())} see what comes after it")
+        yield f"lets token {int(seen.argmax())} see what comes after it"
     if longest is not None:
         batch = _with_labels(longest)
         plain, counts = passes.run(batch, documents=_documents(batch)), counts_of(batch)
     for part in _parts(batch, any_length=any_length):
         comparable = counts[part.before] == counts_of(part.batch)[part.after]
         run = passes.run(part.batch, documents=_documents(part.batch))
-        problems.append(_part_problem(part, plain, run, comparable, rounding=passes.rounding))
-    for rank in share(list(filter(None, problems))):
-        if rank:
-            raise LeakError(f"{host} {rank[0]}")
-    return time.perf_counter() - began
+        yield _part_problem(part, plain, run, comparable, rounding=passes.rounding)
 
 
 def _documents(batch: Mapping[str, Any]) -> Documents:

@@ -27,7 +27,7 @@ from megapack.calls import checked_call
 from megapack.errors import MegapackWarning
 from megapack.probe.call import unwrapped
 from megapack.probe.detector import probe
-from megapack.probe.report import LeakError, Report
+from megapack.probe.report import Report
 
 
 class watch(ContextDecorator):  # noqa: N801  # read as a function, like contextlib's own
@@ -93,17 +93,7 @@ class watch(ContextDecorator):  # noqa: N801  # read as a function, like context
         for name, parameter in signature.parameters.items():
             if parameter.kind is parameter.VAR_KEYWORD:
                 batch |= batch.pop(name, {})
-        try:
-            self.report = probe(
-                module, batch, call=lambda _, given: module(**given), **self._options
-            )
-        except LeakError:
-            # A fused loss returns no logits; the decoder, called next, returns hidden states.
-            decoder = getattr(module, "get_decoder", lambda: module)()
-            if decoder is module:
-                raise
-            self._hooks = [self._hook(decoder)]
-            return
+        self.report = probe(module, batch, call=lambda _, given: module(**given), **self._options)
         if self._on_leak == "raise":
             self.report.raise_if_leaking()
         elif not self.report.ok:
@@ -159,11 +149,7 @@ class LeakCallback:
 
     state_key = "megapack.probe.LeakCallback"
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return nothing: the callback has no state to resume."""
-        return {}
-
     def __getattr__(self, event: str) -> Callable[..., None]:
-        if not event.startswith(("on_", "setup", "teardown", "load_state_dict")):
+        if not event.startswith(("on_", "setup", "teardown", "state_dict", "load_state_dict")):
             raise AttributeError(f"LeakCallback has no attribute {event!r}")
         return lambda *_, **__: None

@@ -335,7 +335,7 @@ BUGS = [
     Bug("pytorch/torchtitan#4801", lambda: Decoder(RowWindow), lambda: Decoder(DocumentWindow),
         ENDS, "attention_mask", "layers.1.self_attn", pairs={(0, 1), (1, 2)}),
     Bug("huggingface/transformers#40324", lambda: Decoder(RowChunks),
-        lambda: Decoder(DocumentChunks), ENDS, "attention_mask", "layers.1.self_attn"),
+        lambda: Decoder(DocumentChunks), ENDS, "position_ids", "layers.1.self_attn"),
     Bug("pytorch/torchtitan#1723", lambda: FirstRowsMask(True), lambda: FirstRowsMask(False),
         two_rows(), "attention_mask", None),
     Bug("Dao-AILab/flash-attention#2337", lambda: Decoder(WrongBackward), Decoder,

@@ -1,0 +1,66 @@
+"""What a probe costs: forward passes of the batch, and its largest tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megapack.probe import probe
+
+from .modules import Attention, Edge, Model, batch_of
+
+IDS, LENGTHS = 129_000, [25, 16, 23]
+
+
+class Language(Model):
+    """A model that names its head, as those of transformers do."""
+
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.lm_head
+
+
+class Largest(TorchDispatchMode):
+    """Finds the largest tensor that an operation makes."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        sizes = [value.numel() for value in tree_leaves(made) if isinstance(value, Tensor)]
+        self.numel = max([self.numel, *sizes])
+        return made
+
+
+@contextmanager
+def counted(model: nn.Module, row: int) -> Iterator[list[int]]:
+    """Count the forward passes of rows of this length."""
+    calls: list[int] = []
+
+    def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+        del module, args
+        if kwargs["input_ids"].shape[1] == row:
+            calls.append(row)
+
+    hook = model.register_forward_pre_hook(note, with_kwargs=True)
+    yield calls
+    hook.remove()
+
+
+@pytest.mark.parametrize("layer", [Attention(), Edge(0, 2), Edge(2, 1)])
+def test_five_passes_of_few_logits_suffice(layer: nn.Module) -> None:
+    """For a vocabulary of 129,000 ids, with and without a leak."""
+    model, batch = Language(layer, ids=IDS), batch_of(LENGTHS, ids=IDS)
+    with counted(model, sum(LENGTHS)) as calls, Largest() as largest:
+        report = probe(model, batch)
+    assert report.ok == isinstance(layer, Attention)
+    assert len(calls) == report.forwards <= 5
+    assert largest.numel == sum(LENGTHS) * 256
+    with Largest() as largest:
+        model(**batch)
+    assert largest.numel == sum(LENGTHS) * IDS
