@@ -283,8 +283,10 @@ def _tokens(stages: Sequence[dict[str, Any]], step: int) -> int:
 
 _READ_SHARDS = 64  # per source, in ``content_digests``
 # Fields of a transformers configuration that name its origin, not the model.
-_ORIGIN = ("transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype")
-_ORIGIN += ("base_model_name_or_path", "revision", "peft_version", "inference_mode")
+_ORIGIN = (
+    *("transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype"),
+    *("base_model_name_or_path", "revision", "peft_version", "inference_mode"),
+)
 
 
 def content_digests(data: PackedDataset) -> dict[str, list[Any]]:

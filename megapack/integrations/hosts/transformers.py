@@ -251,7 +251,8 @@ def _record(args: Any, dataset: PackedDataset, run: Mapping[str, Any]) -> dict[s
     """Return everything that determines a run, except the order of its samples, as JSON values.
     ``run`` has the ``model``, ``optimizer`` and ``processing_class`` of a callback."""
     wrapped = getattr(run["model"], "_orig_mod", run["model"])
-    model, optimizer = bare_model(wrapped), run.get("optimizer")
+    model = bare_model(wrapped)
+    optimizer: Any = run.get("optimizer")
     values = {name: v for name, v in args.to_dict().items() if not name.startswith(_NO_EFFECT)}
     record = resume.flatten(values, "args.")
     if isinstance(model, transformers.PreTrainedModel):
