@@ -378,9 +378,6 @@ masked_last_label: the last token of a cut document has a label that does not co
 column_literal: inserted tokens have the column's row of a token
 - if (at < 0 || literal >= 0) return writer.fill(count);
 + if (at < 0 || literal > 1000) return writer.fill(count);
-column_target: before a transformed document, a column has the row of a token, not the fill value
-- if (column.of_target) write(piece.last_label.at, piece.last_label.literal, 1);
-+ if (column.of_target) write(piece.last_label.at, -1, 1);
 fim_weights: the token after a sentinel gets the weight of the one before
 - fill_weights(weights_at(shard, run.at), run.length, factor, mask);
 + fill_weights(weights_at(shard, runs[0].at), run.length, factor, mask);
@@ -410,7 +407,7 @@ first_token_of_tree: a document's first token is predicted from nothing
 + for (std::int64_t i = 0; i < piece.length; i += kBlock) {
 prefix_that_changed: documents with other tokens share a prefix
 - std::memcmp(tokens + at * width, tokens + shared * width, count * width) == 0,
-+ std::memcmp(tokens + at * width, tokens + shared * width, 0) == 0,
++ std::memcmp(tokens + at * width, tokens + shared * width, count * 0) == 0,
 
 csrc/core/gather/plan.cpp: tests/data/test_tree_gather.py
 branch_on_disk: the first token of a branch is predicted by the row before it
@@ -740,6 +737,11 @@ megapack/attention/routes.py: tests/attention/test_routes.py -k recomputed
 recompute_without_routes: a recomputed layer uses the routes of the latest forward
 -         self._set(routes)
 +         self._set(former)
+
+csrc/core/gather/fill.cpp: tests/data/test_batch_columns.py
+column_target: the last token of a piece has the column's fill value, not the row of its target
+- if (column.of_target) write(piece.last_label.at, piece.last_label.literal, 1);
++ if (column.of_target) write(-1, piece.last_label.literal, 1);
 
 megapack/data/batch.py: tests/data/test_multi_token.py
 mtp_across_segments: targets cross the ends of documents
