@@ -111,7 +111,8 @@ def main(argv: Sequence[str] | None = None) -> tuple[torch.Tensor, Any, list[int
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     torch.manual_seed(0)
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": VOCABULARY}
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": VOCABULARY}
+    sizes["initializer_range"] = 0.2  # gradients that differ from rounding
     model = LlamaForCausalLM._from_config(
         LlamaConfig(**sizes, **heads),
         attn_implementation="eager" if args.no_trees else "megapack",
