@@ -414,11 +414,13 @@ class SampleSource:
         """Return the lengths of all attention segments of some samples, tokens, in any order,
         without excluded documents. Apply attention windows with ``batch.cut_lengths``."""
         in_groups = self.attention == "group"
-        parts = [
-            self._kept(shard, local, view, in_groups=in_groups)[2]
-            for shard, _, local in self._by_shard(ids)
-        ]
-        lengths = np.concatenate([np.zeros(0, np.int64), *parts])
+        parts = [np.zeros(0, np.int64)]
+        for shard, _, local in self._by_shard(ids):
+            _, owner, tokens = self._kept(shard, local, view, in_groups=in_groups)
+            if self.attention == "sample":
+                tokens = np.bincount(owner, tokens, minlength=len(local)).astype(np.int64)
+            parts.append(tokens)
+        lengths = np.concatenate(parts)
         return lengths[lengths > 0]
 
     def path_lengths(self, ids: Ids) -> Ids:

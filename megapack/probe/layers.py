@@ -187,10 +187,10 @@ class Gradients:
         taken, made = self._floats(inputs), self._floats(outputs)
         if not taken:
             self.leaves += [value.requires_grad_() for value in made]
-        before, after = (
+        first, last = (
             [get_gradient_edge(x) for x in values if x.requires_grad] for values in (taken, made)
         )
-        self.calls.append((module, before, after))
+        self.calls.append((module, first, last))
 
     def _floats(self, values: Any) -> list[Tensor]:
         floats = [x for x in tensors(values) if x.is_floating_point()]
