@@ -418,7 +418,7 @@ class SampleSource:
         for shard, _, local in self._by_shard(ids):
             _, owner, tokens = self._kept(shard, local, view, in_groups=in_groups)
             if self.attention == "sample":
-                tokens = np.bincount(owner, tokens, minlength=len(local)).astype(np.int64)
+                tokens = _sums(owner, tokens, len(local))
             parts.append(tokens)
         lengths = np.concatenate(parts)
         return lengths[lengths > 0]

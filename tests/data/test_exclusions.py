@@ -77,7 +77,7 @@ def test_masked_sample_equals_the_sample_without_segments(
                 expected.loss_mask
             )
             attention = case["options"]["attention"]
-            runs = check_costs(dataset, force, samples, capacity, attention, joined)
+            attended = check_costs(dataset, force, samples, capacity, attention, joined)
             assert [
                 dataset.samples.segments(i, StepView(num_lists=force))[1] for i in ids.tolist()
             ] == samples
@@ -89,8 +89,7 @@ def test_masked_sample_equals_the_sample_without_segments(
                     )
                     == joined
                 )
-            whole = [length for sample in samples for _, _, length in sample]
-            assert lengths_there == (runs if attention == "group" else whole)
+            assert lengths_there == [length for length in attended if length]
 
 
 def test_rest_of_a_group_does_not_see_earlier_documents(tmp_path: Path) -> None:
@@ -133,13 +132,13 @@ def check_costs(
     dataset: PackedDataset, num_lists: int, samples: Any, capacity: int, attention: str, joined: Any
 ) -> list[int]:
     """Check costs against the definition; return the lengths of the attention segments."""
-    expected, all_runs = [], []
+    expected, attended = [], []
     for i, sample in enumerate(samples):
         lengths = [length for _, _, length in sample]
         starts = [s for s in range(len(lengths)) if (i, s) not in joined]
         runs = [sum(lengths[a:b]) for a, b in pairwise([*starts, len(lengths)])]
-        all_runs += runs
         attends = {"sample": [sum(lengths)], "document": lengths, "group": runs}[attention]
+        attended += attends
         expected.append([*attends, capacity - sum(lengths)])
     ids = np.arange(len(samples))
     for window in (None, 12):
@@ -150,7 +149,7 @@ def check_costs(
             [p for n in of_sample for p in pieces(n, window or capacity)] for of_sample in expected
         ]
         assert costs.tolist() == [sum(p * p for p in of_sample) for of_sample in parts]
-    return all_runs
+    return attended
 
 
 def write_list(path: Path, documents: Any) -> str:
