@@ -1,4 +1,4 @@
-"""Arguments of public functions, checked at the call; names that are nearly right.
+"""Checks of the arguments of public functions, and suggestions for misspelled names.
 
 - ``checked_call``: decorator of a function or class. A wrong name or type is an ArgumentError.
 - ``nearest``: "; did you mean 'x'?", for every error about an unknown name.
@@ -41,15 +41,15 @@ def nearest(name: str, known: Iterable[str], formerly: Mapping[str, str] | None 
 
 
 def given(arguments: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Return those of a function's arguments, its ``locals()``, that are named and not None."""
+    """Return those arguments (``locals()``) that ``names`` lists and that are not None."""
     return {name: arguments[name] for name in names if arguments[name] is not None}
 
 
 def checked_call(function: F) -> F:
     """Check the names and types of arguments at every call.
 
-    Scalars, literals and classes are checked; of sequences, mappings and arrays only that they are
-    no scalar. numpy's numbers count as numbers, and booleans do not.
+    Scalars, literals and classes are checked. A sequence, mapping or array is only checked not to
+    be a scalar. numpy's numbers count as numbers; booleans do not.
 
     Raises ArgumentError, which is a ConfigError, a ValueError and a TypeError.
     """
@@ -86,7 +86,7 @@ def checked_call(function: F) -> F:
 
 
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the types of arguments, except those whose names only a type checker knows."""
+    """Return the type hints of arguments, without those that only a type checker can resolve."""
     hints: dict[str, Any] = {}
     for name, text in function.__annotations__.items():
         one = types.SimpleNamespace(__annotations__={name: text})
@@ -101,7 +101,7 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 def _misfit(
     signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any], error: TypeError
 ) -> str:
-    """Return which arguments do not fit a signature."""
+    """Describe the first argument that does not fit a signature."""
     known = {name: p for name, p in signature.parameters.items() if name != "self"}
     for name in kwargs:
         if name not in known:
@@ -110,10 +110,10 @@ def _misfit(
     by_position = [name for name, p in signature.parameters.items() if p.kind < p.VAR_POSITIONAL]
     if len(args) > len(by_position):
         names = ", ".join(name for name in by_position if name in known) or "none"
-        return f"too many arguments without a name, which are: {names}; name the others"
+        return f"too many positional arguments (allowed: {names}); pass the others by name"
     for name, parameter in list(signature.parameters.items())[len(args) :]:
         if parameter.default is parameter.empty and name not in kwargs:
-            return f"missing argument {name!r}; it has no default, so give it"
+            return f"missing argument {name!r}; it has no default: pass it"
     return str(error)
 
 
@@ -130,7 +130,7 @@ _SCALARS = (str, bytes, int, float, bool, type(None))
 
 
 def _accepts(hint: Any, value: Any) -> bool:
-    """Return whether a value may have the type of a hint; True if that is not certain."""
+    """Return whether a value fits a type hint; True if that cannot be decided."""
     if len(_members(hint)) > 1:
         return any(_accepts(one, value) for one in _members(hint))
     origin, is_bool = get_origin(hint), type(value).__name__ in ("bool", "bool_")

@@ -1,12 +1,12 @@
-"""Parser of every command of megapack: errors of one line, with the option that was meant.
+"""Parser of every megapack command: errors take one line and suggest the intended option.
 
 - ``Parser``: argparse's, with these errors.
-- ``add_program_options``: ``--version`` and ``--print-completion``, of every program.
+- ``add_program_options``: ``--version`` and ``--print-completion``, for every program.
 
     $ megapack-build pack corpus --bukets 1024
     megapack-build pack: error: unknown option --bukets; did you mean '--buckets'? (--help ...)
 
-The help of a parser is its description as it is written, with its line breaks.
+``--help`` prints the description of a parser verbatim, with its line breaks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Parser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]  # megapack passes no namespace
         self, args: Sequence[str] | None = None, namespace: None = None
     ) -> argparse.Namespace:
-        """Parse a command line; report an unknown option before a missing one, which it may be."""
+        """Parse a command line. Report an unknown option first: a missing one may be misspelled."""
         words = list(sys.argv[1:] if args is None else args)
         known = [option for option in self._option_string_actions if option.startswith("--")]
         for word in words[: words.index("--")] if "--" in words else words:
@@ -52,7 +52,7 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, f"{problem} (known: {', '.join(choices)})")
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        # argparse's own method ignores a closed pipe or not, depending on the buffering of stdout.
+        # Whether argparse's own method ignores a closed pipe depends on the buffering of stdout.
         if message:
             (file or sys.stderr).write(message)
 

@@ -5,8 +5,8 @@
 
     # yaml-language-server: $schema=run.schema.json      (first line of the YAML)
 
-Unknown keys and wrong types are errors there, as in ``megapack.config``; what the code of a class
-checks (ranges, fields that go together) is not part of the schema.
+The schema rejects unknown keys and wrong types, as ``megapack.config`` does. Checks in the code of
+a class (ranges, fields that require each other) are not part of it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TYPES |= {type(None): "null"}
 
 
 def json_schema(cls: type) -> dict[str, Any]:
-    """Return the schema (draft 2020-12) of a configuration class and of the classes in it."""
+    """Return the schema (draft 2020-12) of a configuration class and the classes of its fields."""
     definitions: dict[str, Any] = {}
     schema = _of_class(cls, definitions)
     return {

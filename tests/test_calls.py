@@ -103,7 +103,7 @@ def test_right_arguments_pass(arguments: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "build: missing argument 'steps'; it has no default, so give it"),
+        ({}, "build: missing argument 'steps'; it has no default: pass it"),
         ({"steps": "3"}, "build: steps is '3'; it must be an integer"),
         ({"steps": True}, "build: steps is True; it must be an integer"),
         ({"steps": 3.0}, "build: steps is 3.0; it must be an integer"),

@@ -1,5 +1,5 @@
-"""``megapack-probe``: which attention of a transformers model keeps packed documents apart, if told
-how?
+"""``megapack-probe``: test which attention implementations of a transformers model keep packed
+documents apart, for each way of passing boundaries.
 
     megapack-probe llama --attention sdpa,eager          # an architecture, a folder, a config.json
     # llama, float32
@@ -8,9 +8,9 @@ how?
     # mask of ones    leaks: model.layers.0.self_attn             leaks: model.layers.0.self_attn
     megapack-probe qwen3_next --boundaries cu_seqlens --dtype bfloat16 --json
 
-A tiny model with random weights is made from the configuration: a few layers of every kind, short
-windows and chunks, position thresholds of 32 tokens. Its row has documents below and above each.
-Nothing is downloaded for an architecture or a local path.
+A tiny model with random weights is built from the configuration: a few layers of every kind, short
+windows and chunks, position thresholds of 32 tokens. Its row has documents shorter and longer than
+each of these. Nothing is downloaded for an architecture or a local path.
 
 Exit status: 0 no leak; 1 a leak; 2 the command line is wrong; 3 every combination was refused.
 """
@@ -95,7 +95,7 @@ class Combination:
     dtype: str
     verdict: Literal["safe", "leaks", "refused"]
     detail: str = ""
-    """Where the first leak begins and its kind, or why the combination was refused."""
+    """Layer and kind of the first leak, or the reason for a refusal."""
 
     def __str__(self) -> str:
         return (
@@ -124,7 +124,7 @@ def findings(
             model = build(made[0], implementation)
             model.load_state_dict(made[1].state_dict())
             model.train()
-        except Exception as error:  # transformers has many ways to say that it does not offer one
+        except Exception as error:  # transformers raises many types if it has none
             found += [
                 Combination(name, implementation, way, label, "refused", _first_line(error))
                 for way in boundaries

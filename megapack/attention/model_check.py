@@ -78,7 +78,7 @@ class _Run:
     trees: bool = False
 
 
-_OTHER_LOGITS = "a row has other logits than its documents one by one"
+_OTHER_LOGITS = "logits of a row differ from those of its documents run one by one"
 _IN_A_TREE = "in a tree, "
 
 
@@ -443,7 +443,7 @@ def _findings(
         after = trace(model, Row.of(changed).arguments())
         inside = (position >= begin) & (position < end)
         for rows, what in (
-            (inside & (position < end - 1), "a token changes logits before it in its document"),
+            (inside & (position < end - 1), "a token changes earlier logits of its document"),
             (~inside, "a token changes logits of another document in its row"),
         ):
             yield _compare(_at(after, rows), _at(traced, rows), what, _STRICT[dtype])
@@ -453,7 +453,7 @@ def _findings(
         alone = concatenate_traces(
             trace(model, Row.of([tokens]).arguments()) for tokens in documents
         )
-        what = f"even one document alone has other logits than with {REFERENCE!r}"
+        what = f"logits differ from those of {REFERENCE!r} even for one document alone"
         yield _compare(alone, wanted, what, tolerance)
         yield _compare(traced, alone, _OTHER_LOGITS, tolerance)
     # So must the gradients.
@@ -463,7 +463,7 @@ def _findings(
         for tokens in documents
     ]
     theirs = torch.stack(alone_losses).sum()
-    what = "gradients of a row are not those of its documents one by one"
+    what = "gradients of a row differ from those of its documents run one by one"
     yield _compare_gradients(
         _gradients(model, ours), _gradients(reference, theirs), what, tolerance
     )
@@ -477,10 +477,11 @@ def _findings(
     own = "the architecture's own training loss, model(labels=...).loss"
     if not error <= tolerance:
         what = (
-            f"the loss of a row lacks a part that megapack does not compute; it differs from {own}"
+            "megapack does not compute a part of the architecture's loss: the loss of a row "
+            f"differs from {own}"
         )
         yield _Finding(what=what, difference=error, unit="per label")
-    what = f"gradients of a row are not those of {own}"
+    what = f"gradients of a row differ from those of {own}"
     yield _compare_gradients(_gradients(model, ours), _gradients(model, theirs), what, tolerance)
 
 
@@ -499,13 +500,13 @@ def _tree_findings(
     yield _compare(_at(after, kept), _at(traced, kept), what, _STRICT[dtype])
     sequences = [torch.cat([prefix, branch]) for branch in (one, other)]
     wanted = concatenate_traces(trace(reference, plain_arguments(tokens)) for tokens in sequences)
-    what = f"{_IN_A_TREE}sequences have other logits than one by one"
+    what = f"{_IN_A_TREE}logits of sequences differ from those of the sequences run one by one"
     yield _compare(_at(traced, rows), wanted, what, _TOLERANCE[dtype])
     labels = Row.of(sequences).labels
     ours = _cross_entropy(model(**arguments).logits[:, rows], labels)
     alone = [reference(**plain_arguments(tokens)).logits for tokens in sequences]
     theirs = _cross_entropy(torch.cat(alone, dim=1), labels)
-    what = f"{_IN_A_TREE}gradients are not those of the sequences one by one"
+    what = f"{_IN_A_TREE}gradients differ from those of the sequences run one by one"
     ours_of, theirs_of = _gradients(model, ours), _gradients(reference, theirs)
     yield _compare_gradients(ours_of, theirs_of, what, _TOLERANCE[dtype])
 

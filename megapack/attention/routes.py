@@ -125,8 +125,8 @@ class _Router:
         if self.routes is None and self.replayed and _in_backward():
             raise RuntimeError(
                 f"{type(self.module).__name__} runs again in the backward, after its forward "
-                "replayed routes, and its routes are gone: use the activation checkpointing of "
-                "transformers (model.gradient_checkpointing_enable), or none"
+                "replayed routes, which are no longer available: use the activation checkpointing "
+                "of transformers (model.gradient_checkpointing_enable), or none"
             )
         if not _in_backward():
             self.replayed = self.routes is not None
@@ -146,7 +146,7 @@ class _Router:
 
 
 def _in_backward() -> bool:
-    if torch.compiler.is_compiling():  # autograd runs no compiled layer a second time
+    if torch.compiler.is_compiling():  # autograd never recomputes a compiled layer
         return False
     return int(torch._C._current_graph_task_id()) != -1
 

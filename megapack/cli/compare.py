@@ -135,7 +135,7 @@ def run(args: argparse.Namespace) -> None:
         cases, left_out = default_cases(**settings)
     if args.html is not None:
         check_matplotlib()
-        check_target(args.html, overwrite=args.overwrite, difference="another run wrote it")
+        check_target(args.html, overwrite=args.overwrite, difference="another command wrote it")
     if args.lengths is None:
         lengths, name = read_document_lengths(args.prefix), Path(args.prefix).name
     else:
@@ -261,9 +261,9 @@ def print_comparison(comparison: Comparison, prefix: str) -> None:
         print("\nplanned steps: documents assigned one by one (megapack.plan_step), not samples")
         print_table(_PLANNED_COLUMNS, comparison.planned)
         print(
-            f"micro: micro batches of {count(first.micro_batch_tokens)} tokens a rank; extra: more "
-            "than the tokens need;\nshared: % of tokens; step, micro step: all work of the busiest "
-            "rank over the mean, if ranks\nwait for each other at every optimizer step or micro "
+            f"micro: micro batches of {count(first.micro_batch_tokens)} tokens a rank; "
+            "extra: those beyond the minimum;\nshared: % of tokens; step, micro step: all "
+            "work of the busiest rank over the mean, if ranks\nwait for each other at every optimizer step or micro "
             f"step (step of {best.label}: {best.breakdown.critical_path:.3f});\n"
             f"means of {counted(first.num_steps, 'drawn step')}"
         )

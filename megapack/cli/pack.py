@@ -106,7 +106,7 @@ def print_composition(index: SampleIndex) -> None:
     if "num_documents_with_fim_room" in m:
         with_room = m["num_documents_with_fim_room"]
         without = m["num_documents"] - m["num_empty_documents"] - with_room
-        remark = f"for {index.fim_room} tokens more; {count(without)} others stay as they are"
+        remark = f"for {index.fim_room} more tokens; FIM leaves {count(without)} others unchanged"
         facts.append(("documents with FIM room", count(with_room), remark))
     print()
     for name, value, remark in facts:
@@ -410,6 +410,6 @@ def _pack_many(args: argparse.Namespace, options: Mapping[str, Any]) -> None:
     new, kept = len(index.shards) - len(plan.known), len(index.shards) - len(prefixes)
     remark = f", {count(new)} of them new" if plan.known else ""
     if kept:
-        remark += f" and {count(kept)} of an earlier command (--overwrite leaves them out)"
+        remark += f" and {count(kept)} from an earlier command (--overwrite drops these)"
     facts = {**describe_shards(index), "num_new_shards": new}
     print_result(args, facts, lambda: print_shards(index, remark))

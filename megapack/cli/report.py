@@ -124,7 +124,7 @@ def _duration(seconds: float) -> str:
 def tiles(facts: RunFacts) -> Iterator[tuple[str, str, str]]:
     """Yield (name, value, unit); means are over the last tenth of the steps."""
     log = facts.log
-    loss = f"{log.recent('loss'):.4f}".replace("nan", "no number")
+    loss = f"{log.recent('loss'):.4f}".replace("nan", "NaN")
     yield "training loss", loss, "mean of the last tenth"
     if facts.evaluations:
         last = facts.evaluations[-1]
@@ -141,7 +141,7 @@ def tiles(facts: RunFacts) -> Iterator[tuple[str, str, str]]:
     if ratios:
         ratios = ratios[-max(1, len(ratios) // 10) :]
         yield "slowest rank", f"{sum(ratios) / len(ratios):.2f}", "times the median forward"
-    yield "memory", f"{np.nanmax(log.column('memory_gib')):.3g} GiB", "most ever, first rank"
+    yield "memory", f"{np.nanmax(log.column('memory_gib')):.3g} GiB", "peak, first rank"
     spent = float(log.column("seconds").sum())
     if facts.num_steps and facts.end.get("reason") == "running":
         remaining = (facts.num_steps - _num_done(facts)) * log.recent("seconds")
@@ -163,7 +163,8 @@ def checks(facts: RunFacts) -> Iterator[Check]:
     log = facts.log
     text = "all finite"
     if log.not_finite:
-        text = f"no number at {counted(len(log.not_finite), 'step')}, first {log.not_finite[0]:,}"
+        num_steps = counted(len(log.not_finite), "step")
+        text = f"NaN or infinite at {num_steps}, first {log.not_finite[0]:,}"
     if log.skipped:
         text += f"; {counted(len(log.skipped), 'update')} skipped for gradients that are not finite"
     unscored = [
@@ -172,7 +173,7 @@ def checks(facts: RunFacts) -> Iterator[Check]:
         if not all(map(math.isfinite, (line["loss"], *line.get("source_loss", {}).values())))
     ]
     if unscored:
-        text += f"; held-out documents have no number after step {unscored[0]:,}"
+        text += f"; the validation loss is NaN or infinite after step {unscored[0]:,}"
     yield Check(2 if log.not_finite or unscored else int(bool(log.skipped)), "losses", text)
     yield _autopilot(facts)
     yield from _data_order(facts)
@@ -208,13 +209,14 @@ def _autopilot(facts: RunFacts) -> Check:
     if not section.get("spikes"):
         return Check(0, "autopilot", "off: only a loss that is not finite ends the run")
     if not rollbacks:
-        return Check(0, "autopilot", "on, and the loss stayed in its band")
+        return Check(0, "autopilot", "on; no spike was found")
     skipped = sum(d.stage.skip_steps for d in rollbacks if not d.void)
     allowed = section.get("max_rollbacks", 0)
     return Check(
         1,
         "autopilot",
-        f"went back {len(rollbacks)} of {allowed} times and skipped {counted(skipped, 'step')}; "
+        f"rolled back {counted(len(rollbacks), 'time')} (limit {allowed}) and skipped "
+        f"{counted(skipped, 'step')}; "
         "megapack-build trace RUN_DIR/config.yaml --skipped shows them",
     )
 
@@ -265,11 +267,11 @@ def sections(facts: RunFacts) -> Iterator[str]:
     if len(facts.evaluations) > 1:
         losses.append(("Validation", report_charts.validation))
     if log.sources:
-        losses.append(("What was drawn", report_charts.mixture))
+        losses.append(("Drawn samples", report_charts.mixture))
     yield _section(
         "Loss",
-        "Per label token of a step, over all ranks. Triangles mark changes of the run, by itself "
-        "or by its user; the mouse shows values.",
+        "Per label token of a step, over all ranks. Triangles mark decisions of the run and "
+        "of its user. Hover over a curve to see values.",
         f"<figure>{draw(report_charts.loss, facts)}</figure>",
         _pair(facts, losses),
     )
@@ -293,7 +295,7 @@ def sections(facts: RunFacts) -> Iterator[str]:
     if facts.run.config.exists():
         text = escape(facts.run.config.read_text(encoding="utf-8")[:60_000])
         yield _section(
-            "Configuration", "", f"<details><summary>all of it</summary><pre>{text}</pre></details>"
+            "Configuration", "", f"<details><summary>all keys</summary><pre>{text}</pre></details>"
         )
 
 
@@ -341,7 +343,7 @@ def _program(facts: RunFacts) -> Iterator[str]:
         change = f"skips {counted(decision.stage.skip_steps, 'step')}"
         if weights is not None:
             change = _weights(list(weights), list(weights.values()))
-        by = f"{decision.by}{' (taken back)' if decision.void else ''}"
+        by = f"{decision.by}{' (rolled back)' if decision.void else ''}"
         why = f"losses: {decision.reason}" if decision.by == "mixing" else decision.reason
         rows.append((decision.begin, [by, change, why]))
     if not rows:

@@ -451,7 +451,7 @@ def utilization(facts: RunFacts) -> Chart:
 
 def memory(facts: RunFacts) -> Chart:
     """Peak memory of the first rank."""
-    return _columns(facts, "GiB", {"memory_gib": "most ever held"})
+    return _columns(facts, "GiB", {"memory_gib": "peak, first rank"})
 
 
 def learning_rate(facts: RunFacts) -> Chart:

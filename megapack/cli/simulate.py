@@ -3,8 +3,8 @@
 SOURCE is a configuration of megapack-pretrain (.yaml), whose steps are assigned to ranks as in
 training, or lengths of documents: a dataset PREFIX, a .samples file, .npy, or .txt (one per line).
 plan_step and the usual methods then assign the same documents to the same ranks under the same
-limit of tokens, and every forward and backward of every stage and rank is simulated. With --trees,
-so are prefix trees (plan_trees), in which documents of a step share what they begin with.
+limit of tokens, and every forward and backward of every stage and rank is simulated. --trees also
+simulates prefix trees (plan_trees), in which documents of a step share their common prefixes.
 
   tokens      forwarded by all ranks, with padding
   time        of the step over the ideal, in which all GPUs do equal parts of the useful work; less
@@ -63,8 +63,9 @@ from megapack.units import counted
 
 MICRO_BATCHES = 8  # of a step, by default
 CAVEAT = (
-    "a model, not a measurement: predicted work alone; left out: gradients, parameters and stages "
-    "on the wire, optimizer, input, memory, embedding and head, kernels slow on short documents"
+    "a model, not a measurement: it predicts work, and ignores communication of gradients, "
+    "parameters and activations, optimizer, input, memory, embedding and head, and kernels that "
+    "are slow on short documents"
 )
 
 Lengths = NDArray[np.int64]
@@ -175,11 +176,12 @@ def run(args: argparse.Namespace) -> None:
 
     def show() -> None:
         stages = f" in {counted(args.virtual_stages, 'part')}" if args.virtual_stages > 1 else ""
-        meet = "once a step" if args.barrier == "step" else "at every micro batch"
+        barrier = "once per step" if args.barrier == "step" else "at every micro batch"
         Screen().write_line(
             f"{counted(documents, 'document')} in {counted(len(steps), 'step')}; a rank holds at "
             f"most {max_tokens:,} tokens in a micro batch\n{args.data_parallel} data x "
-            f"{args.context} context x {args.pipeline} pipeline{stages}; ranks meet {meet}",
+            f"{args.context} context x {args.pipeline} pipeline{stages}; ranks synchronize "
+            f"{barrier}",
             style="bold",
         )
         print_table(_COLUMNS, rows)
@@ -263,7 +265,7 @@ def _steps_of_lengths(args: argparse.Namespace, cluster: Cluster) -> Iterator[_S
         if flat is not None:
             raise ConfigError(
                 f"{args.source} has a document of {uncut.max():,} tokens, and a micro batch has "
-                f"{longest:,}: trees have whole documents, so raise --max-tokens"
+                f"{longest:,}: trees hold whole documents, so raise --max-tokens"
             )
         note(f"{counted(cut, 'document')} of more than {longest:,} tokens cut there")
     ends = np.concatenate([[0], np.cumsum(lengths)])

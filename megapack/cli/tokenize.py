@@ -220,12 +220,15 @@ def _translate(args: argparse.Namespace) -> None:
     files = (args.vocab_file, args.merge_file)
     if any(files):
         if args.tokenizer is not None or not all(files):
-            raise ConfigError("--vocab-file and --merge-file name one tokenizer, both together")
+            raise ConfigError(
+                "--vocab-file and --merge-file describe one tokenizer together: give both, and no "
+                "--tokenizer"
+            )
         args.tokenizer = ",".join(files)
     if args.tokenizer is None:
         raise ConfigError("--tokenizer is missing: a .model, a tokenizer.json, a directory, bytes")
     if args.json_keys and (args.messages_key is not None or args.json_key != "text"):
-        raise ConfigError("--json-keys replaces both: leave out --json-key and --messages-key")
+        raise ConfigError("--json-keys replaces --json-key and --messages-key: leave these out")
     for key in args.json_keys or ():
         if "/" in key:
             raise ConfigError(
@@ -340,7 +343,7 @@ def _print_preview(preview: Preview) -> None:
     for prefix in preview.prefixes.values():
         print(f"dataset    {prefix}.bin, {prefix}.idx")
     for line in preview.other_plans:
-        print(f"beside     {line}")
+        print(f"other plan {line}")
     if preview.finished:
         print("nothing to do: this build is complete")
 

@@ -326,11 +326,11 @@ def _answer_skipped(args: argparse.Namespace, config: PretrainConfig, opened: Op
                 console.write_line(f"step {number:,} of the run without this skip")
                 _print_segments(samples)
         if not facts:
-            console.write_line("the run has decided nothing itself")
+            console.write_line("the run has made no decision of its own")
         for fact, run_before in zip(facts, runs_before, strict=True):
-            taken_back = " (taken back by a later one)" if fact["void"] else ""
+            rolled_back = " (rolled back by a later one)" if fact["void"] else ""
             console.write_line(
-                f"{fact['by']}, after {fact['step']:,} steps{taken_back}: {fact['reason']}",
+                f"{fact['by']}, after {fact['step']:,} steps{rolled_back}: {fact['reason']}",
                 style="bold",
             )
             settings = (f"{name} {value}" for name, value in fact["stage"].items())

@@ -9,7 +9,7 @@
 For a dataset it checks header, sizes, pointers, document indices, conflicting dtype tables,
 checksums, the range of token ids, the ends of documents, and duplicates among the named datasets.
 For a .samples file it checks all checksums and, if its dataset is found, that every segment lies
-inside its document, and that prefix trees are of its present tokens. For a shard manifest it checks
+inside its document, and that prefix trees match its current tokens. For a shard manifest it checks
 every shard, and the files of each against the manifest; it prints only shards with findings.
 Datasets at addresses are fetched one at a time.
 Exit status 1 if there are errors; warnings and notes do not count.
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_shared(
         parser,
         "--eod-token",
-        help="every non-empty document must end with it (default: from the meta file)",
+        help="token with which every non-empty document must end (default: from the meta file)",
     )
     add_shared(parser, "--tokenizer", help="needed if --eod-token is a name")
     add_shared(parser, "--json")

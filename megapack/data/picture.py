@@ -3,8 +3,8 @@
     packed[7]           # a bar of the sample's documents, in the order of its row
     schedule.step(3)    # a bar per sample, by draw; the largest bucket has the full width
 
-A bar is as long as the bucket's capacity. Its parts are the pieces of documents; what is left is
-padding. The mouse shows lengths. Colors are readable on a light and on a dark page.
+The length of a bar is the bucket's capacity. Its parts are pieces of documents; the remainder is
+padding. Hover over a part to see its length. Colors are readable on light and on dark pages.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Sample(dict[str, Any]):
 
 
 def picture(title: str, bars: Iterable[Bar], num_bars: int) -> str:
-    """Return the HTML of the first bars under a title; ``num_bars``: how many there are."""
+    """Return the HTML of the first bars under a title; ``num_bars``: the number of all bars."""
     shown = list(islice(bars, _MOST_BARS))
     widest = max((bar.capacity for bar in shown), default=1)
     more = f"<div>and {num_bars - len(shown):,} more</div>" if num_bars > len(shown) else ""

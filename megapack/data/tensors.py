@@ -1,4 +1,4 @@
-"""What batches of tensors have beyond batches of arrays: masks, copies to a GPU, a check of ranks.
+"""Functions that only batches of tensors need: masks, copies to a GPU, a check of ranks.
 
 - ``segment_ids``, ``block_diagonal_mask``, ``flex_block_mask``: for models that take masks.
 - ``to_device``: copies batches to a GPU, one batch ahead.

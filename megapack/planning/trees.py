@@ -275,8 +275,8 @@ def plan_trees(
 ) -> TreePlan:
     """Assign sequences to trees: fewest micro batches, few repeated tokens, equal work.
 
-    A rank's tree of a micro batch holds whole sequences; what they share is there once. Two trees
-    repeat what a sequence of one shares with a sequence of the other. Among plans with the fewest
+    A rank's tree of a micro batch holds whole sequences; a shared prefix is stored once. If
+    sequences of two trees share a prefix, each tree has a copy of it. Among plans with the fewest
     micro batches that it finds, ``plan_trees`` minimizes the sum of two ratios: tokens of all trees
     to tokens of one trie, and the path that `balance` names to an equal share of the trie's cost.
 

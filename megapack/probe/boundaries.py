@@ -33,7 +33,7 @@ FORMS = {
     ),
     "attention_mask": "mask",
 }
-# Further names that a batch of one document must also have right.
+# More names; their values must agree even if the batch has one document.
 LIKE_CU_SEQLENS = {"cu_seq_lens_k", "cu_seqlens_kv", "cu_seqlens_k"} | {
     name for name, form in FORMS.items() if form == "cu_seqlens"
 }
@@ -209,8 +209,8 @@ def _form_of(value: Tensor, rows: int, row: int) -> str:
 
 
 def _of_positions(positions: Tensor, row: int) -> Tensor:
-    """A document begins where a position is not one more than the previous; zeros that repeat are
-    padding."""
+    """Return the documents of positions: one begins where a position is not one more than the
+    previous; repeated zeros are padding."""
     begins = torch.ones(len(positions), dtype=torch.bool)
     begins[1:] = positions.diff() != 1
     begins[::row] = True
@@ -222,7 +222,7 @@ def _of_positions(positions: Tensor, row: int) -> Tensor:
 
 
 def _of_ids(ids: Tensor) -> Tensor:
-    """Documents keep their ids, so that ranks that share documents agree on them; the row is in the
+    """Return the documents of ids, on which ranks that share documents agree; the row is in the
     upper bits."""
     padding = ids < 0
     if bool((ids[:, 0] != 0).all()):
@@ -232,7 +232,7 @@ def _of_ids(ids: Tensor) -> Tensor:
 
 
 def _of_mask(mask: Tensor, rows: int, row: int) -> Tensor:
-    """A document begins where a token does not see the previous one."""
+    """Return the documents of a mask: one begins where a token does not see the previous one."""
     seen = mask.reshape(-1, row, row)
     seen = seen if seen.dtype == torch.bool else seen == 0 if seen.min() < 0 else seen != 0
     seen = seen[:: max(1, len(seen) // rows)].expand(rows, row, row)

@@ -76,8 +76,7 @@ def narrow_head(target: Any, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def changed_batch(
     batch: Mapping[str, Any], changed: Tensor, documents: Documents
 ) -> dict[str, Any]:
-    """Return the batch with other tokens where ``changed``, bool (tokens,), and labels that
-    follow."""
+    """Return the batch with other tokens where ``changed``, bool (tokens,), and matching labels."""
     name = tokens_of(batch)
     tokens = batch[name]
     where = changed.to(tokens.device).view(tokens.shape[: 1 if tokens.dim() == 1 else 2])

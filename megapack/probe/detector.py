@@ -1,12 +1,12 @@
-"""``probe``: changes tokens of some documents and looks at the others.
+"""``probe``: changes tokens of some documents and compares the outputs of the others.
 
     documents    | a a a a | b b b | c c c c c |     X: changed tokens
     pass 1       | a a a a | b b b | c c c c c |
     pass 2       | a a a a | X X X | c c c c c |     a and c must not change
     pass 3       | X X X X | b b b | X X X X X |     b must not change
-    pass 4       | a a a a | b b b | c c c c c |     equal up to rounding, or dropout is on
-    pass 5       | X X X X | b b b | c c c c c |     after a leak: from which document, and where to
-    alone                            c c c c c       equal to c in its row
+    pass 4       | a a a a | b b b | c c c c c |     equal to pass 1 up to rounding; else dropout
+    pass 5       | X X X X | b b b | c c c c c |     after a leak: source, affected documents
+    alone                            c c c c c       must equal c in its row
 
 Pass 4 also takes gradients: outputs of some documents must have none at tokens of the others.
 """
@@ -56,7 +56,7 @@ def probe(
     gradients: bool = True,
     call: Callable[[Any, Mapping[str, Any]], Any] | None = None,
 ) -> Report:
-    """Return which documents of a batch depend on others, and where that begins.
+    """Find the documents of a batch that depend on others, and the layers where that begins.
 
     Runs at most five forward passes of the batch, and three of single documents. Restores random
     states and buffers, and leaves gradients alone. If torch.distributed is initialized, all ranks
@@ -108,12 +108,12 @@ class Run:
         return torch.stack(parts).amax(dim=0) if parts else torch.zeros(0)
 
 
-# Changed tokens, bool (tokens,); the pass; tokens whose outputs may be compared, or True for all.
+# Changed tokens of a pass, bool (tokens,); the pass; tokens with comparable outputs, True: all.
 Change: TypeAlias = tuple[Tensor, Run, Tensor | bool]
 
 
 class Passes:
-    """Forward passes of one batch, and what they show."""
+    """Forward passes of one batch, and their findings."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class Passes:
         self.forwards = 0
         self.notes: list[str] = []
         self.calls: list[Call] = []
-        self.losses = False  # whether an output is a loss per token
+        self.losses = False  # True if an output is a loss per token
         self.compared = self.of_token >= 0
 
     def leaks(self, *, gradients: bool) -> list[Leak]:
@@ -166,7 +166,7 @@ class Passes:
         if found:
             found = self.exact(found, base)
         elif len(self.numbers) > 2:
-            # Both of a pair may be odd or even, and a choice of experts has no gradient.
+            # The numbers of a pair may both be odd or even; a choice of experts has no gradient.
             changed = groups(len(self.numbers))[0][self.of_token] & (self.of_token >= 0)
             run = self.run(self.changed(changed), eager=True)
             found = merge(share(self.affected(base, changed, run)))
@@ -180,8 +180,8 @@ class Passes:
         return found
 
     def end_iteration(self) -> None:
-        """Let FSDP2 forget the passes before: after one without a backward pass, or whose backward
-        pass raised, it may free parameters that the next training pass needs."""
+        """Reset FSDP2: after a pass without a backward pass, or with one that raised, it may free
+        parameters that the next training pass needs."""
         modules: Iterable[Any] = self.target.modules() if isinstance(self.target, nn.Module) else ()
         for module in modules:
             if hasattr(module, "reset_iter_state") and module._get_fsdp_state()._is_root:
@@ -308,13 +308,13 @@ class Passes:
     def affected(
         self, plain: Run, changed: Tensor, run: Run, same: Tensor | bool = True
     ) -> list[Leak]:
-        """Return one leak per document that changes, at ``same`` tokens, though its tokens do
-        not."""
+        """Return one leak per document whose outputs change at ``same`` tokens although its own
+        tokens do not."""
         call, local = self.origin(plain, run, changed)
         # Ranks that share documents may hold no token of those that changed.
         every = share(sorted({*self.of_token[changed].tolist()}))
         sources = sorted({number for rank in every for number in rank})
-        if not plain.outputs:  # a pipeline stage: it knows the layer, the last one the size
+        if not plain.outputs:  # a pipeline stage: only the last one knows the size
             return [] if call is None else [self.leak(call, -1, -1, 0, 0.0)]
         difference = run.difference(plain) / self.moved
         leaking = (difference > self.allowed) & ~changed & same & self.compared
@@ -323,7 +323,7 @@ class Passes:
             places = (leaking & (self.of_token == number)).nonzero()[:, 0]
             earlier = [n for n in sources if n < number]
             later = [n for n in sources if n > number]
-            # The last tokens alone: their labels or targets are of the next document.
+            # If only last tokens change, their labels or targets belong to the next document.
             last = int(self.documents.places(number)[-1])
             at_end = (
                 later and int(places[0]) > last - FEW and len(self.documents.places(number)) > FEW
@@ -536,11 +536,11 @@ def scaled(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
 
 
 def groups(count: int) -> list[Tensor]:
-    """Return sets of documents, bool (documents,): of any two among CODES in sequence, each is in a
-    set without the other (Sperner's theorem)."""
+    """Return sets of documents, bool (documents,). For any two of CODES consecutive documents, each
+    is in a set without the other (Sperner's theorem)."""
     size = next(n for n in range(2, 7) if math.comb(n, n // 2) >= min(count, CODES))
     sets = list(itertools.combinations(range(size), size // 2))
-    # Shift each sequence, so that documents at no distance (256: ids in a byte) are always alike.
+    # Shift each sequence, so that at no distance (256: ids in a byte) all pairs share their sets.
     codes = [sets[(n + 2 * (n // CODES) ** 2) % len(sets)] for n in range(count)]
     return [torch.tensor([number in code for code in codes]) for number in range(size)]
 

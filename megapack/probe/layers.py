@@ -147,7 +147,7 @@ class Recorder:
 
         def keep(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if isinstance(module, nn.Conv1d):
-                output = output[..., : documents.row]  # after causal padding, the rest is cut off
+                output = output[..., : documents.row]  # without what causal padding adds
             if active and not is_compiling() and (outputs := small(output)):
                 values, number = [args, kwargs], numbers[id(module)]
                 numbers[id(module)] += 1
@@ -183,7 +183,7 @@ class Gradients:
         self.calls: list[tuple[nn.Module, list[GradientEdge], list[GradientEdge]]] = []
 
     def follow(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        """Note a call; tensors that come from ids alone become leaves."""
+        """Record a call; tensors computed from ids alone become leaves."""
         taken, made = self._floats(inputs), self._floats(outputs)
         if not taken:
             self.leaves += [value.requires_grad_() for value in made]
@@ -305,7 +305,7 @@ def kind_of(
                 return "position_ids" if alone and kind == "attention_mask" else kind
     if local:
         return "convolution"
-    # What only computes token by token can leak by a statistic alone.
+    # A module that computes token by token can leak only through a statistic.
     if not children.strip() or re.search(r"mlp|ffn|feed_?forward", words):
         return "row_statistics"
     return "attention_mask"

@@ -62,7 +62,7 @@ class watch(ContextDecorator):  # noqa: N801  # read as a function, like context
         self._hooks = [self._hook(module) for module in model]
 
     def _hook(self, module: nn.Module) -> Any:
-        # In front of the hooks of FSDP, which gather the parameters of the real pass.
+        # Register before the hooks of FSDP, which gather the parameters for the real pass.
         return module.register_forward_pre_hook(self._probe, prepend=True, with_kwargs=True)
 
     def remove(self) -> None:
@@ -87,7 +87,7 @@ class watch(ContextDecorator):  # noqa: N801  # read as a function, like context
     def _probe(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not module.training or not torch.is_grad_enabled():
             return
-        self.remove()  # the passes of the probe must not come here again
+        self.remove()  # the probe's own passes must not call this hook again
         signature = inspect.signature(unwrapped(module).forward)
         batch = dict(signature.bind(*args, **kwargs).arguments)
         for name, parameter in signature.parameters.items():

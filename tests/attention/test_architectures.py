@@ -21,9 +21,9 @@ IMPLEMENTATIONS = ("megapack", "sdpa", "eager")
 # What the check says -> the table's word.
 WORDS = {
     "another document": "documents meet",
-    "logits before it": "sees the future",
+    "changes earlier logits": "sees the future",
     "one document alone": "drops a rule",
-    "a row has other logits": "documents meet",
+    "logits of a row differ": "documents meet",
     "has one longer than": "documents meet",
     "building a tiny model": "not offered",
     "fails on a row": "fails",

@@ -252,7 +252,7 @@ def test_table_equals_the_simulation(folder: Path) -> None:
         assert row["bubbles_%"] == pytest.approx(100 * lost)
         assert (row["over"], row["empty"]) == (over, sum(t.empty for t in times))
     text = printed("simulate", folder / "lengths.npy", *OPTIONS, *words)
-    assert "a model, not a measurement" in text and "ranks meet once a step" in text
+    assert "a model, not a measurement" in text and "ranks synchronize once per step" in text
     for row in found["assignments"]:
         assert f"{row['time']:.3f}" in next(
             line for line in text.splitlines() if line.startswith(row["assignment"])

@@ -144,7 +144,7 @@ def test_page_shows_all_facts(page: str) -> None:
         "step 60 of 100",
         f"training loss {sum(2 + 2 / (i + 1) for i in range(54, 60)) / 6:.4f}",
         "validation perplexity 9 after step 39",
-        "autopilot : went back 1 of 10 times and skipped 5 steps",
+        "autopilot : rolled back 1 time (limit 10) and skipped 5 steps",
         "data order : 2 starts, documents and samples with the same fingerprints",
         "code : commit 0123456789ab",
         "newest after 40 steps, 20 steps ago; kept: 20, 40; mirrored at s3://bucket/run",
@@ -152,7 +152,7 @@ def test_page_shows_all_facts(page: str) -> None:
         "web 75.0 %, co<de 25.0 % from step 0 on",
         "20 written tokens_per_step 2048",
         "32 autopilot skips 5 steps loss 9 at step 33, where 2.1 is usual",
-        "36 mixing (taken back) web 100.0 % losses: web 2.1",
+        "36 mixing (rolled back) web 100.0 % losses: web 2.1",
         "branch 40 50 2.0",
         "damaged 40 - - unknown",
         "rank 1 on node1 slowest forward 12 of 12",
@@ -246,8 +246,8 @@ def test_page_begins_with_non_finite_loss_and_error(tmp_path: Path) -> None:
     assert "<section class='answer bad'>" in page
     first, second = re.findall(r"<li class='bad'>(.*?)</li>", page)
     assert first == "<b>ended</b>: lost rank 5"
-    assert second.startswith("<b>losses</b>: no number at 1 step, first 29; 1 update skipped")
-    assert second.endswith("; held-out documents have no number after step 9")
+    assert second.startswith("<b>losses</b>: NaN or infinite at 1 step, first 29; 1 update skipped")
+    assert second.endswith("; the validation loss is NaN or infinite after step 9")
 
 
 def test_speed_is_tokens_over_time(tmp_path: Path) -> None:

@@ -111,9 +111,9 @@ def test_megatron_options_are_translated_or_refused(tmp_path: Path, corpus: Path
     for more, message in (
         (("--tokenizer-type", "GPT2BPETokenizer"), "is not a GPT2BPETokenizer"),
         (("--partitions", "4"), "unknown option --partitions; did you mean '--part'?"),
-        (("--vocab-file", "v.json"), "name one tokenizer, both together"),
+        (("--vocab-file", "v.json"), "describe one tokenizer together: give both"),
         (("--json-keys", "a/b"), "'a/b' cannot be part of a file name"),
-        (("--json-keys", "a", "--messages-key", "m"), "leave out --json-key and --messages-key"),
+        (("--json-keys", "a", "--messages-key", "m"), "replaces --json-key and --messages-key"),
     ):
         assert message in printed(*common, tmp_path / "c", *more, status=2)
     said = printed("tokenize", "--input", corpus, "--output-prefix", "c", status=2)
@@ -212,7 +212,7 @@ def test_gpt2_vocab_and_merges_are_a_tokenizer(tmp_path: Path, corpus: Path) -> 
     assert "EOD        <|endoftext|> = 257" in printed(*command, *pair, "--append-eod")
     document = IndexedDataset(tmp_path / "out")[0].tolist()
     assert (document[0], document[-1]) == (256, 257), "def begins with de"
-    one = "--vocab-file and --merge-file name one tokenizer, both together"
+    one = "--vocab-file and --merge-file describe one tokenizer together: give both"
     assert "--tokenizer is missing" in printed(*command, status=2)
     for wrong in (pair[:2], [*pair, "--tokenizer", "bytes"]):
         assert one in printed(*command, *wrong, status=2)

@@ -160,7 +160,7 @@ def test_many_datasets_become_one_source(tmp_path: Path) -> None:
     assert columns == [[], ["labels"], []]
     assert "3 datasets, 0 of them new, 150 documents" in printed("pack", *command)
     fewer = printed("pack", tmp_path / "a", *command[1:])
-    assert "3 datasets, 0 of them new and 2 of an earlier command (--overwrite" in fewer
+    assert "3 datasets, 0 of them new and 2 from an earlier command (--overwrite" in fewer
     for given, message in (
         ([tmp_path / "a", tmp_path / "b"], "--output NAME.shards.json"),
         ([tmp_path / "x*", "--output", manifest], "matches no file"),

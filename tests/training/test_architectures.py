@@ -49,7 +49,7 @@ def test_gpt2_with_alibi_passes() -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("bloom", "changes logits before it"),
+        ("bloom", "changes earlier logits"),
         ("mpt", "fails on a row"),
         ("jamba", "another document.*JambaMambaMixer"),
         ("llama4_text", "one document alone.*chunked_attention"),
@@ -73,7 +73,7 @@ def test_qwen3_trains_from_keys_and_bloom_is_refused(new_run: NewRun, tmp_path: 
     run.start(launcher=False).succeed(*messages)
     AutoConfig.for_model("bloom", vocab_size=64, **SMALL).save_pretrained(tmp_path / "bloom")
     bloom = new_run("bloom_run", num_steps=2, model={**model, "config": str(tmp_path / "bloom")})
-    bloom.start(launcher=False).end_with(2, "'bloom'", "changes logits before it")
+    bloom.start(launcher=False).end_with(2, "'bloom'", "changes earlier logits")
 
 
 def test_model_config_accepts_keys_file_or_directory(tmp_path: Path) -> None:

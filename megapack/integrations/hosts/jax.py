@@ -3,7 +3,7 @@
     dataset = PackedDataset("text", "text.samples", framework="numpy")
     schedule = Schedule(dataset, tokens_per_step=65_536, row_tokens=2048)
     steps = PackedSteps(dataset, schedule)
-    next(steps)["inputs"].shape    # -> (32, 2048), int32; of one process: 32 / data_parallel_size
+    next(steps)["inputs"].shape    # -> (32, 2048), int32; 32 / data_parallel_size rows per process
     steps.get_state()              # JSON: {"step": 1, ...}; set_state continues there
 
 All rows have ``row_tokens`` tokens, whatever the bucket of the step, so XLA compiles one program.
@@ -25,10 +25,10 @@ from megapack.integrations.dialects import MAXTEXT, Dialect, check_columns, emit
 
 
 class PackedSteps(Iterator[dict[str, NDArray[Any]]]):
-    """Iterator over the rows that one process has of each step, with a state as grain's iterators.
+    """Iterator over one process's rows of each step; saves and restores its state like grain's.
 
-    Raises ConfigError for a dataset of tensors, or a schedule whose steps have no rows of a fixed
-    length, several buckets or several sizes. ``step`` is the number of the next step.
+    Raises ConfigError for a dataset of tensors, and for a schedule without rows of a fixed length,
+    with several buckets per step or with several step sizes. ``step``: number of the next step.
 
     Args:
         dataset: opened with ``framework="numpy"``.
@@ -55,14 +55,14 @@ class PackedSteps(Iterator[dict[str, NDArray[Any]]]):
             raise ConfigError("the dataset has framework='torch': open it with framework='numpy'")
         if schedule.config.row_tokens is None:
             raise ConfigError(
-                "the schedule has no row_tokens, so rows of other buckets would be compiled anew: "
+                "the schedule has no row_tokens, so XLA would compile one program per bucket: "
                 f"add row_tokens={schedule.capacities[-1]}, or a multiple of it"
             )
         stages = [stage.config for stage in schedule.stages]
         sizes = {size for s in stages for size in (s.tokens_per_step, s.draw_tokens)}
         if len(sizes) > 1:
             raise ConfigError(
-                f"steps and draws have {sorted(sizes)} tokens, and JAX compiles one shape: use the "
+                f"steps and draws have {sorted(sizes)} tokens, but JAX compiles one shape: use the "
                 "same tokens_per_step in all stages, and mix: step"
             )
         check_columns(dataset.columns, dialect)
@@ -89,11 +89,11 @@ class PackedSteps(Iterator[dict[str, NDArray[Any]]]):
         return batch
 
     def get_state(self) -> dict[str, Any]:
-        """Return the number of the next step and the program of the schedule, as JSON."""
+        """Return the number of the next step and the program of the schedule, ready for JSON."""
         return self.schedule.state_dict(self.step)
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Continue at a state; the number of processes may differ. Raises ResumeError if the
+        """Continue from a state; the number of processes may differ. Raises ResumeError if the
         schedule orders samples differently (``megapack.data.resume``)."""
         step = self.schedule.resume_step(state)
         self.close()

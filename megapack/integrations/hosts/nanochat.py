@@ -1,11 +1,11 @@
-"""nanochat: packed rows in place of its training loader; its model, evaluation and loop unchanged.
+"""nanochat: packed rows replace its training loader; model, evaluation and loop remain.
 
     install("climbmix")            # then scripts.base_train trains on packed rows
 
 ``climbmix.bin`` holds documents of nanochat's tokenizer, a BOS before each
 (examples/nanochat_packed.py writes it). nanochat attends over whole rows, and trains the last token
-of a document to predict the BOS of the next one. So do these batches. What differs is which tokens
-a row holds; four documents in rows of 8 tokens (b: BOS; nanochat's rows end with one more label):
+of a document to predict the BOS of the next one. These batches do the same; only the
+tokens of a row differ. Four documents, rows of 8 tokens (b: BOS; nanochat adds one label per row):
 
     documents    b 1 2 3 4 5 6 7 8 9 | b 1 2 | b 1 2 3 | b 1 2 3 4
     nanochat     b 1 2 3 4 b 1 2 | b 1 2 3 b 1 2 3      tokens 4 to 9 of the first are dropped
@@ -47,9 +47,9 @@ def packed_batches(
     """Yield inputs and targets, int64 (rows, row_tokens), of this rank, and the state before them.
 
     nanochat fetches the next batch before it saves a checkpoint, and loses that batch on resume.
-    With the state before it, the resumed run begins with it. The number of ranks must not change.
-    Raises ResumeError for another order of samples, and ConfigError if the documents have token ids
-    that the tokenizer does not have, or if a run repeats them too often (``max_epochs``).
+    With the state before the batch, the resumed run begins with it. The number of ranks must not
+    change. Raises ResumeError if the order of samples differs, and ConfigError if the documents
+    have token ids that the tokenizer lacks, or if a run repeats them too often (``max_epochs``).
     """
     _, rank, _, num_ranks = get_dist_info()
     dataset = IndexedDataset(prefix)
@@ -81,7 +81,7 @@ def packed_batches(
 
 
 def install(prefix: str, *, seed: int = 0) -> Rebinding:
-    """Replace nanochat's training loader by rows of the documents ``prefix``, in an order by
+    """Replace nanochat's training loader by packed rows of the dataset ``prefix``, shuffled with
     ``seed``, until ``undo()``. Call it before scripts.base_train is imported. Raises ConfigError if
     this nanochat has no such loader."""
     rebinding = Rebinding("nanochat")
