@@ -5,7 +5,7 @@
 - ``command_pages``: every command, from its argparse parser
 - ``configuration_pages``: every key of the configurations, from the dataclasses
 - ``navigation``: the pages of each entry of ``nav``, found by pattern
-- ``relink``: links that leave docs/ lead to pages of the site or to the repository
+- ``relink``: points links that leave docs/ at pages of the site or at the repository
 
     relink("[words](../CONTRIBUTING.md#words)", "stability.md", REPOSITORY)
     # -> "[words](contributing.md#words)"
@@ -199,7 +199,7 @@ def api_pages() -> dict[str, str]:
     for name in [*PACKAGES, *integrations()]:
         module = tree[name]
         homes = {public: _member(module, public) for public in public_names(module)}
-        title = module.path.rpartition("hosts.")[2]  # the path of a host does not fit beside a page
+        title = module.path.rpartition("hosts.")[2]  # a host's path is too long for the menu
         about = f"`{module.path}`\n\n{module.docstring.value}"
         uri = f"api/{name.replace('integrations.hosts.', 'hosts/')}.md"
         pages[uri] = _api_page(title, about, homes, shown)
@@ -257,7 +257,7 @@ def _api_page(title: str, about: str, homes: dict[str, Any], shown: set[str]) ->
     return "\n".join(lines)
 
 
-# Hide the value of a table, which is long.
+# Hide the values of tables: they are long.
 _VALUE_LEFT_OUT = "    options:\n        show_attribute_values: false"
 
 

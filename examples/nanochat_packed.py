@@ -1,10 +1,10 @@
-"""nanochat's base_train on packed rows. In the folder of a nanochat checkout, with its data:
+"""nanochat's base_train on packed rows. In a nanochat checkout:
 
     python -m nanochat.dataset -n 8 && python -m scripts.tok_train
     PYTHONPATH=. torchrun --nproc-per-node 8 /path/to/nanochat_packed.py climbmix --depth=12
 
-The first argument is the prefix of the documents, written by the first rank if they do not exist;
-all others are those of scripts.base_train. docs/guides/nanochat.md.
+The first argument is the prefix of the documents; the first rank writes them if they do not exist.
+All other arguments go to scripts.base_train. docs/guides/nanochat.md.
 """
 
 import os

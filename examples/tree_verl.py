@@ -1,4 +1,4 @@
-"""verl's actor on prefix trees, without Ray and sharding: pip install verl, then
+"""verl's actor on prefix trees, without Ray or sharding: pip install verl, then
 
 python examples/tree_verl.py
 python examples/tree_verl.py --no-trees
@@ -27,11 +27,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from megapack.integrations.hosts import verl_trees
 
-ANSWERS, VOCABULARY = 4, 96  # of a prompt; token ids
+ANSWERS, VOCABULARY = 4, 96  # answers per prompt; token ids
 
 
 def engine_of(model: Any) -> Any:
-    """Return verl's engine of policies around a model that is not sharded."""
+    """Return verl's policy engine around an unsharded model."""
     from verl.utils.torch_functional import entropy_from_logits  # noqa: PLC0415
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead  # noqa: PLC0415
 
@@ -88,7 +88,7 @@ def train(engine: Any, steps: int, max_token_len: int) -> torch.Tensor:
         of_samples = scored["model_output"]["log_probs"].unbind()
         parts = [row[-n - 1 : -1] for row, n in zip(of_samples, lengths, strict=True)]
         log_probs += parts
-        # An old policy whose ratio is not 1.
+        # Log-probabilities of an old policy, so that the ratio is not 1.
         old = torch.nested.as_nested_tensor([part + 0.1 for part in parts], layout=torch.jagged)
         optimizer.zero_grad()
         batch = tu.get_tensordict({**rows, "old_log_probs": old}, dict(settings))
@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[torch.Tensor, Any, list[int
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--no-trees", action="store_true")
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--max-token-len", type=int, default=96, help="of a micro batch")
+    parser.add_argument("--max-token-len", type=int, default=96, help="tokens of a micro batch")
     args = parser.parse_args(argv)
     if not args.no_trees:
         verl_trees.install()

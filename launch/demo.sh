@@ -45,7 +45,7 @@ megapack-build pack --data-prefix "$OUT/train" --strategy concat --buckets "${BU
 say "all strategies, side by side"
 megapack-build compare --data-prefix "$OUT/train" --buckets "$BUCKETS"
 
-# Small steps: one micro step, in which every rank has a micro batch of 2,048 tokens.
+# Small steps: one micro step each, with a micro batch of 2,048 tokens per rank.
 settings() {
     SETTINGS=(--config demo_cpu --set "run_dir=$OUT/$1" --set "num_steps=$STEPS" \
         --set "data.prefix=$OUT/train" --set "data.index=$OUT/${1%%-*}.samples" \
@@ -60,7 +60,7 @@ train() {  # on all ranks, with checkpoints and evaluations
         "${SETTINGS[@]}" --set "evaluation.every=$((STEPS / 4))" \
         --set "checkpoint.every=$((STEPS / 8))" "${@:2}"
 }
-# What distinguishes the two. With one sample per rank, balance needs samples of similar cost
+# Settings in which the two differ. With one sample per rank, balance needs samples of similar cost
 # (docs/concepts.md); concatenated samples attend across documents, as trainers do by default.
 BUCKET=(--set data.cost_window=16)
 CONCAT=(--set data.attention=sample --set data.label_boundary=sample --set data.positions=sample)

@@ -2,10 +2,10 @@
 
     python launch/demo_plot.py --demo demo        # -> demo/demo.png and demo/demo.json
 
-Above, what the packing decides: documents that a sample boundary cuts, attention work of each rank,
-seconds of training to the same held-out loss. Below: the packed run, killed and resumed, which
-repeats its steps exactly; the document lengths and the buckets; small, the final held-out losses of
-all seeds, which differ by chance.
+Top row, effects of the packing: documents that a sample boundary cuts, attention work of each rank,
+seconds of training to the same held-out loss. Bottom row: the packed run, killed and resumed, which
+repeats its steps exactly; document lengths and buckets; the final held-out losses of all seeds,
+which differ by chance.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def main() -> None:
             + ", ".join(f"{loss:.3f}" for loss in figures["last_losses"])
         )
     print(
-        f"{repeated['repeated_steps']} steps were taken again after the kill: "
+        f"{repeated['repeated_steps']} steps were repeated after the kill: "
         f"{repeated['same_samples']} with the same samples, largest difference of the loss "
         f"{repeated['largest_difference']:.1g}\nwrote {demo / 'demo.png'}"
     )

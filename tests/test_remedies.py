@@ -1,4 +1,4 @@
-"""Every remedy that an error names is applied, and works at once.
+"""Remedies in error messages are applied, and work at once.
 
 Errors say ``...; set NAME to VALUE, or NAME to VALUE and NAME to VALUE``, ``did you mean 'NAME'?``,
 ``add --set KEY=VALUE`` or ``as in --suffix .py``. The tests read the remedy and apply it.
@@ -109,7 +109,7 @@ KEYS = ("data.tokens_per_step", "data.micro_step_tokens", "data.micro_batch_toke
 
 @pytest.mark.parametrize(("key", "value"), itertools.product(KEYS, (1, 1000, 3000, 12288)))
 def test_sizes_on_the_command_line(key: str, value: int) -> None:
-    """Of the recipe: the error names --set, not the recipe, and a remedy is a second --set."""
+    """With a recipe, the error names --set, not the recipe; a second --set is the remedy."""
     override = f"{key}={value}"
 
     def read(**settings: Any) -> None:
@@ -171,7 +171,7 @@ def test_a_folder_of_which_most_would_be_skipped(tmp_path: Path) -> None:
     ids=" ".join,
 )
 def test_words_of_the_command_line(words: tuple[str, ...]) -> None:
-    """One line; the word that is meant is another error, or none."""
+    """Errors take one line; the suggested word gives another error, or none."""
     for _ in words:
         done = build(*words)
         match = re.search(r"(\S+); did you mean '(\S+)'\?", done.stderr)

@@ -262,8 +262,9 @@ def print_comparison(comparison: Comparison, prefix: str) -> None:
         print_table(_PLANNED_COLUMNS, comparison.planned)
         print(
             f"micro: micro batches of {count(first.micro_batch_tokens)} tokens a rank; "
-            "extra: those beyond the minimum;\nshared: % of tokens; step, micro step: all "
-            "work of the busiest rank over the mean, if ranks\nwait for each other at every optimizer step or micro "
+            "extra: those beyond the minimum;\nshared: % of tokens; step, micro step: all work of "
+            "the busiest rank over the mean, if ranks\nwait for each other at every optimizer step "
+            "or micro "
             f"step (step of {best.label}: {best.breakdown.critical_path:.3f});\n"
             f"means of {counted(first.num_steps, 'drawn step')}"
         )

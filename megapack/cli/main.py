@@ -97,8 +97,8 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def program_parser(*, with_commands: bool) -> Parser:
-    """Return the parser of the program, without or with those of its commands, whose modules take
-    a second to import."""
+    """Return the parser of the program, with those of its commands only if asked: their modules
+    take a second to import."""
     parser = Parser("megapack-build")
     add_program_options(parser)
     if with_commands:

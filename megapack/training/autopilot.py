@@ -193,7 +193,7 @@ def odm(report: SourceReport, *, smoothing: float = 0.9) -> tuple[dict[str, floa
     A bandit (EXP3) whose arms are the K sources. At decision t, the reward of a source is ``R <- a
     R + (1 - a) loss / share``, with a = ``smoothing``. Its share becomes ``(1 - K e_t)
     softmax(e_{t-1} R) + e_t``, with the smallest share ``e_t = min(1 / K, sqrt(ln K / (K t)))``.
-    The paper pulls one arm per batch; this one updates all sources with tokens since then.
+    The paper pulls one arm per batch; this rule updates all sources drawn since its last decision.
     """
     names, last = list(report.weights), report.state
     time = int(last.get("time", 0)) + 1

@@ -102,7 +102,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-# Files of a hub's repository, one of which the cache holds if the key can be read without network.
+# Files of a hub repository. The cache has one of them if the key can be read without a network.
 _HUB_FILES = {
     "pretrained": ("config.json",),
     "config": ("config.json",),
@@ -111,8 +111,8 @@ _HUB_FILES = {
 
 
 def check_hub(model: ModelConfig) -> None:
-    """Check within a second that models and tokenizers that are names of a hub can be read: from
-    the hub, else from its cache. transformers would retry for a minute. Raises ConfigError."""
+    """Check within a second that models and tokenizers named as on the hub can be read, from the
+    hub or its cache. transformers would retry for a minute. Raises ConfigError."""
     named = {key: str(getattr(model, key) or ".") for key in _HUB_FILES}
     named = {key: name for key, name in named.items() if not Path(name).exists()}
     if isinstance(model.config, dict):
@@ -127,11 +127,11 @@ def check_hub(model: ModelConfig) -> None:
             cached = any(
                 isinstance(try_to_load_from_cache(name, file), str) for file in _HUB_FILES[key]
             )
-        except ValueError:  # no name of a hub
+        except ValueError:  # not a name of the hub
             cached = False
         if not cached:
             raise ConfigError(
-                f"model.{key} is {name!r}, which is no file or folder here and not in the cache of "
+                f"model.{key} is {name!r}, which is neither a file or folder nor in the cache of "
                 "huggingface_hub, and the hub does not answer within a second: give a folder, or "
                 "connect this machine"
             )

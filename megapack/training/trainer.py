@@ -104,10 +104,10 @@ class BatchTrace:
 
 
 def probed_labels(batch: Mapping[str, Any]) -> torch.Tensor:
-    """Return the labels of a probe: with a large vocabulary, logits cost more than the model.
+    """Return the labels that a probe reads: logits of a large vocabulary cost more than the model.
 
-    Keeps those at the begin, the middle (where a token is changed) and the end of every document,
-    and each 64th between; all of them in prefix trees, or if a document with labels would keep
+    Keeps those at the start, the middle (where a token is changed) and the end of every document,
+    and each 64th in between. Keeps all in prefix trees, or if a document with labels would keep
     none.
     """
     labels: torch.Tensor = batch["labels"].cpu()

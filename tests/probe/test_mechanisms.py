@@ -75,7 +75,7 @@ class RowAngles(Attention):
 
 
 class KeptCache(Attention):
-    """Documents run one by one, and the cache of keys is not cleared between them."""
+    """Runs documents one by one and does not clear the cache of keys between them."""
 
     cleared = False
 
@@ -132,7 +132,7 @@ class PrefixOfRow(Attention):
 
 
 class Modulo(Attention):
-    """Numbers of documents in a type that holds four of them."""
+    """Document numbers wrap around: their type has four values."""
 
     numbers = 4
 
@@ -159,7 +159,7 @@ class IgnoresPadding(ReadsPadding):
 
 
 class OverRow(nn.Module):
-    """A mixer of the row, or of every document."""
+    """Mixer over the row, or over each document."""
 
     apart = False
 
@@ -185,7 +185,7 @@ class TokenShift(OverRow):
 
 
 class Canon(OverRow):
-    """A short convolution in a module that has no name for it."""
+    """A short convolution in a module whose name does not say so."""
 
     name = "local"
 
@@ -223,7 +223,7 @@ class TokenNorm(RowNorm):
 
 
 class RowScale(nn.Linear):
-    """Eight bits, and one scale for all tokens."""
+    """Quantizes to eight bits with one scale for all tokens."""
 
     def forward(self, x: Tensor) -> Tensor:
         scale = x.abs().amax() / 127
@@ -267,7 +267,7 @@ class ChoiceOfFirst(Mlp):
 
 
 class ScaledEmbedding(nn.Embedding):
-    """Scales by the length of the row, as the noise of NEFTune is scaled."""
+    """Scales by the length of the row, as NEFTune scales its noise."""
 
     def forward(self, ids: Tensor) -> Tensor:
         return super().forward(ids) / math.sqrt(ids.shape[1] / 10)
@@ -341,7 +341,7 @@ def test_a_mechanism_is_found(bug: Bug) -> None:
 
 
 def test_documents_256_apart_are_compared() -> None:
-    """Numbers in a byte: sets of documents must not repeat with a power of two."""
+    """Document numbers in a byte: the sets of documents must not repeat every 256."""
     batch = packed_batch("cu_seqlens", lengths=[3] * 300)
     report = probe(Decoder(type("Byte", (Modulo,), {"numbers": 256})), batch)
     assert pairs_of(report) and all(to - source == 256 for source, to in pairs_of(report))
@@ -374,7 +374,7 @@ def test_losses_that_the_mask_of_the_batch_excludes_are_not_compared() -> None:
     assert {leak.kind for leak in wrong.leaks} == {"loss_mask"}
 
 
-# ---- What is right
+# ---- Correct models
 
 
 class BeginsAtOne(Decoder):
@@ -386,7 +386,7 @@ class BeginsAtOne(Decoder):
 
 
 class ScalarLoss(nn.Module):
-    """Returns logits and a mean loss, with a loss of all logits in it."""
+    """Returns logits and a mean loss that includes a loss over all logits."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -243,7 +243,7 @@ def test_names_of_a_hub_that_does_not_answer_are_refused_before_torch_is_importe
             {"pretrained": "nobody/no-such-model"},
             {"config": "no/folder/here"},
         ):
-            with pytest.raises(ConfigError, match=r"is no file or folder here.*the hub does not"):
+            with pytest.raises(ConfigError, match=r"is neither a file or folder.*the hub does not"):
                 check_hub(ModelConfig(**model))
             check_hub(ModelConfig(preset="llama_tiny", tokenizer=str(Path(__file__).parent)))
         monkeypatch.setenv("HF_HUB_OFFLINE", "0")

@@ -116,7 +116,7 @@ def _settings_of_data(config: PretrainConfig) -> str:
         settings += ["data.valid_prefix=null", "evaluation.every=null"]
         settings += ["data.valid_index=null"] * (data.valid_index is not None)
     added = " ".join(f"--set {setting}" for setting in settings)
-    return f"for the data at hand add {added}; " if added else ""
+    return f"for the existing data add {added}; " if added else ""
 
 
 def _valid_positions(positions: str) -> Literal["segment", "document"]:
