@@ -158,7 +158,7 @@ class Check(NamedTuple):
 
 def checks(facts: RunFacts) -> Iterator[Check]:
     if facts.end.get("reason") == "error":
-        yield Check(2, "ended", str(facts.end.get("message", "no reason was written")))
+        yield Check(2, "ended", str(facts.end.get("message", "no reason was recorded")))
     yield from _alive(facts)
     log = facts.log
     text = "all finite"

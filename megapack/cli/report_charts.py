@@ -276,7 +276,7 @@ def loss(facts: RunFacts) -> Chart:
     # Cut single spikes, which would compress the rest of the curve.
     top = float(np.quantile(known, 0.995)) if len(known) else 1.0
     bottom = float(np.nanmin(low)) if len(known) else 0.0
-    entries = [(BLUE, "mean of the training loss"), (LIGHT["blue0"], "least and most")]
+    entries = [(BLUE, "mean of the training loss"), (LIGHT["blue0"], "minimum and maximum")]
     chart.axes.fill_between(bins.steps, low, np.minimum(high, top), color=LIGHT["blue0"], lw=0)
     look = "o-" if bins.num == 1 else "-"
     chart.axes.plot(bins.steps, np.minimum(means, top), look, color=BLUE, lw=1.6, ms=4)

@@ -11,7 +11,7 @@ are cut.
 list took effect, and how often their samples are drawn after it (the documents are masked there).
 --skipped shows the documents that stages skip, and the decisions of the run itself (autopilot,
 mixing); with --tokenizer their text.
---unseen SOURCE writes the documents of a source that its present epoch has not drawn yet, as .npy
+--unseen SOURCE writes the documents of a source that its current epoch has not drawn yet, as .npy
 for `megapack-build pack --documents`: so a source can continue in another packing.
 Without any of these: the tokens and epochs that the run takes of every source.
 
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     question.add_argument(
         "--unseen",
         metavar="SOURCE",
-        help="write the documents of a source that its present epoch has not drawn to --output",
+        help="write the documents of a source that its current epoch has not drawn to --output",
     )
     add_flags(
         question, skipped="show the documents that stages skip, and the decisions of the run itself"

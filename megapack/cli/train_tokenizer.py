@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="sentencepiece",
         help="a sentencepiece .model, or a byte-level BPE tokenizer.json (default: sentencepiece)",
     )
-    add_shared(group, "--vocab-size", default=32000, help="of the new tokenizer (default: 32000)")
+    add_shared(group, "--vocab-size", default=32000, help="number of token ids (default: 32000)")
     group.add_argument(
         "--sample-bytes",
         type=byte_count,

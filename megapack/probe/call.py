@@ -41,7 +41,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def is_compiled(target: Any) -> bool:
-    """Return whether torch.compile made a part of the target."""
+    """Return whether a part of the target is compiled."""
     modules = target.modules() if isinstance(target, nn.Module) else ()
     return hasattr(target, "_torchdynamo_orig_callable") or any(
         hasattr(one, "_orig_mod") or one._compiled_call_impl is not None for one in modules
@@ -123,8 +123,8 @@ def label_shift(tokens: Tensor, labels: Tensor) -> int:
 
 
 def counted_ends(batch: Mapping[str, Any], documents: Documents, run: Any) -> list[int]:
-    """Return the last tokens of documents, followed by another in their row, whose loss counts:
-    by the gradient of a loss of the whole batch, else by labels that are tokens."""
+    """Return the last tokens of documents whose loss counts although another document follows in
+    the row: by the gradient of a loss of the whole batch, else by labels that are tokens."""
     of_token, row, ids = documents.of_token, documents.row, batch[tokens_of(batch)]
     ends = torch.zeros(len(of_token), dtype=torch.bool)
     ends[:-1] = (of_token[1:] != of_token[:-1]) & (of_token[1:] >= 0) & (of_token[:-1] >= 0)

@@ -42,7 +42,7 @@ from megapack.probe.layers import (
 from megapack.probe.report import Leak, LeakError, Report
 
 CODES = 20  # documents of which six groups separate every pair
-NEAR = 8  # documents of which exact sources are computed
+NEAR = 8  # documents whose exact source is computed
 FEW = 8  # tokens at a document's begin or end that a convolution or a target reaches
 
 
@@ -281,7 +281,7 @@ class Passes:
         self.losses, mask = bool(losses), self.batch.get("loss_mask")
         whole = all(bool((loss != 0).all()) for loss in losses)
         if losses and whole and isinstance(mask, Tensor) and mask.numel() == len(real):
-            # A model that masks no loss leaves that to its caller, as Megatron's does.
+            # If a model masks no loss, its caller does so, as in Megatron.
             self.compared &= mask.flatten().cpu() != 0
         self.moved, self.allowed = moved, max(tolerance, 4 * equal / moved)
         # Ranks of a pipeline: those without outputs are earlier stages.
@@ -465,7 +465,7 @@ class Passes:
         return size.masked_fill(own | (size <= self.allowed), 0)
 
     def with_source(self, leak: Leak, again: Run) -> Leak:
-        """Return the leak with the document of which the affected one's gradient is largest."""
+        """Return the leak with its source: where the affected document's gradient is largest."""
         size = self.reached(again, torch.arange(len(self.numbers)) == leak.to_document)
         if not size.any():  # the dependence has no gradient: a choice of experts, a label
             return leak
@@ -497,7 +497,8 @@ class Passes:
                 leaks[source, to] = self.leak(
                     call, source, to, place, float(size[source]), kind="gradient"
                 )
-        ranks = share(list(leaks.values()))  # a rank knows the place, the layer, or neither
+        # Ranks may hold parts of documents: each knows the place, the layer, both or neither.
+        ranks = share(list(leaks.values()))
         return [
             replace(
                 max(same, key=lambda leak: leak.first_position),

@@ -115,7 +115,7 @@ class Recorder:
     def __enter__(self) -> None: ...
 
     def __exit__(self, *_: object) -> None:
-        """Free the graph; give modules their first buffers, such as token counts of experts."""
+        """Free the graph; restore the buffers of modules, such as token counts of experts."""
         self.last = ()
         for module, buffers, copies in self.saved.values():
             module._buffers.update(buffers)

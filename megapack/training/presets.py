@@ -106,7 +106,7 @@ PRESETS: dict[str, Keys] = {
     "gemma2_tiny": _decoder(64, 2, 4, 2, 128, model_type="gemma2", **_GEMMA2),
 }
 
-# Vocabulary by model_type that a plan assumes while there are no data: Llama 3.1, Qwen, GPT-2
+# Vocabulary size by model_type that a plan assumes without data: those of Llama 3.1, Qwen, GPT-2
 # and Gemma.
 VOCABULARIES = {
     "llama": 128256,

@@ -1,4 +1,4 @@
-"""What a probe costs: forward passes of the batch, and its largest tensor."""
+"""Cost of a probe: forward passes of the batch, and its largest tensor."""
 
 from __future__ import annotations
 
