@@ -134,7 +134,7 @@ def _run(name: str, arguments: list[str]) -> int:
             print(redacted(traceback.format_exc()), end="", file=sys.stderr)
         print(f"megapack-build {name}: error: {redacted(error)}", file=sys.stderr)
         return exit_code(error)
-    except ModuleNotFoundError as error:  # torch, on machines that only build data
+    except ModuleNotFoundError as error:  # on a machine without it
         if debug or error.name is None or error.name.startswith("megapack"):
             raise
         remedy = f"it needs the package {error.name} ({error}): pip install {error.name}"

@@ -295,7 +295,9 @@ def emit(batch: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
             out[key] = value.astype(dialect.integers, copy=False)
     _add_boundaries(batch, dialect, out)
     wrap = wrapper(_framework(batch))
-    out = {key: wrap(v) if isinstance(v, np.ndarray) else v for key, v in out.items()}
+    # Names of one array get one tensor, so that a copy to a device copies it once.
+    wrapped = {id(v): wrap(v) for v in out.values() if isinstance(v, np.ndarray)}
+    out = {key: wrapped.get(id(value), value) for key, value in out.items()}
     out |= {name: batch[name] for name in carried}
     return {key: value.flatten() for key, value in out.items()} if dialect.flat else out
 

@@ -36,7 +36,7 @@ class watch(ContextDecorator):  # noqa: N801  # read as a function, like context
     Args:
         model: the module that the training loop calls; of several, the one called first is probed.
         on_leak: ``raise`` LeakError, or ``warn`` with the report and continue.
-        boundaries .. tolerance: see ``probe``.
+        boundaries .. gradients: see ``probe``.
     """
 
     report: Report | None = None
@@ -50,14 +50,12 @@ class watch(ContextDecorator):  # noqa: N801  # read as a function, like context
         boundaries: Any = None,
         loss: Callable[[Any, Mapping[str, Any]], Tensor] | None = None,
         gradients: bool = True,
-        tolerance: float | None = None,
     ) -> None:
         self._on_leak = on_leak
         self._options: dict[str, Any] = {
             "boundaries": boundaries,
             "loss": loss,
             "gradients": gradients,
-            "tolerance": tolerance,
         }
         self._hooks = [self._hook(module) for module in model]
 
@@ -116,14 +114,12 @@ class LeakCallback:
         boundaries: Any = None,
         loss: Callable[[Any, Mapping[str, Any]], Tensor] | None = None,
         gradients: bool = True,
-        tolerance: float | None = None,
     ) -> None:
         self._options: dict[str, Any] = {
             "on_leak": on_leak,
             "boundaries": boundaries,
             "loss": loss,
             "gradients": gradients,
-            "tolerance": tolerance,
         }
         self._watched: watch | None = None
 

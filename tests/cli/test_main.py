@@ -68,7 +68,7 @@ def test_completion_knows_every_option_of_every_command() -> None:
     for shell in ("bash", "zsh", "tcsh"):
         script = ended(*PROGRAM, "--print-completion", shell).stdout
         assert all(name in script for name in COMMANDS)
-        assert "--padding-threshold" in script
+        assert shell == "tcsh" or "--padding-threshold" in script  # tcsh completes only commands
     assert ended(*PROGRAM, "--print-completion", "fish", status=2).stderr.count("\n") == 1
 
 
@@ -126,12 +126,12 @@ def test_an_interrupt_while_a_command_is_imported_is_one_line(module: str) -> No
 
 
 def test_a_missing_package_is_named_with_its_remedy() -> None:
-    """A command that needs torch, on a machine without it."""
-    program = "import sys; sys.modules['torch'] = None; from megapack.cli.main import main; "
+    """A command on a machine without a package that it imports."""
+    program = "import sys; sys.modules['numpy'] = None; from megapack.cli.main import main; "
     program += "sys.exit(main(['arrange', 'x.shards.json', '--output', 'y.shards.json']))"
     done = ended(*PYTHON, program, status=1)
-    assert done.stderr.startswith("megapack-build arrange: error: it needs the package torch (")
-    assert done.stderr.endswith("): pip install torch\n")
+    assert done.stderr.startswith("megapack-build arrange: error: it needs the package numpy (")
+    assert done.stderr.endswith("): pip install numpy\n")
 
 
 def test_name_not_utf_8_is_refused_first() -> None:

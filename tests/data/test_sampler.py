@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from megapack import _core
 from megapack.data import BatchLayout, BucketBatchSampler, PackedDataset, Schedule
 from megapack.data import sampler as dealing
-from megapack.data.loader import _describe
 from megapack.data.sampler import assign
+from megapack.data.tensors import _describe
 from megapack.errors import ConfigError
 from megapack.packing import pack
 from tests.data.corpora import (

@@ -343,7 +343,7 @@ def test_ranks_of_many_short_sequences_have_equal_work() -> None:
         ([[1]], {"max_depth": 0}, "max_depth is 0; it must be from 1"),
         ([[1]], {"token_multiple": 11}, "token_multiple is 11; it must be from 1 to 10"),
         ([[1]], {"linear_cost_tokens": -1}, "linear_cost_tokens is -1"),
-        ([[1]], {"balance": "tokens"}, "balance is 'tokens'; it must be one of micro_batches"),
+        ([[1]], {"balance": "tokens"}, "balance is 'tokens'; it must be 'micro_batches' or"),
         ([[1]], {"num_ranks": 1 << 20, "micro_batch_multiple": 99}, "the limit is 16777216"),
     ],
 )

@@ -82,7 +82,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "no samples": (lambda at: samples_of(at, 1).unlink(), "b-", "does not exist"),
     "a sample": (lambda at: flip(samples_of(at, 0), -9), "a-", "checksum"),
     "others": (replace_samples, "b-", "pack it again"),
-    "manifest": (change_manifest, "b", "says longest_reach"),
+    "manifest": (change_manifest, "b", "records longest_reach"),
 }
 
 

@@ -318,7 +318,8 @@ def test_unwritable_run_directory_is_refused_before_ranks_connect(
     (tmp_path / "file").touch()
     run = new_run()
     output = run.start(f"run_dir={tmp_path / 'file' / 'run'}", ranks=1).end_with(2, "Not a dir")
-    assert "Traceback" not in output and len(output.splitlines()) == 1
+    lines = [line for line in output.splitlines() if not line.startswith(("note:", "["))]
+    assert "Traceback" not in output and len(lines) == 1
     assert "run_dir is " in output and "--set run_dir=FOLDER" in output
 
 

@@ -421,7 +421,7 @@ def test_template_variables_are_never_ignored_silently(
     with pytest.raises(ConfigError, match="reads no 'other' from documents; it reads: date, mode"):
         build_chats(records, directory, template_variables=("other",))
     tools, tokenizer = [{"messages": CHAT, "tools": TOOLS}], header_tokenizer(directory)
-    for chat_format, reason in (("template", "read its"), ("headers", "express")):
+    for chat_format, reason in (("template", "reads no"), ("headers", "express")):
         with pytest.raises(DataError, match=rf"x\.jsonl:1: unusable chat .*{reason} tools"):
             build_chats(tools, tokenizer, chat_format=chat_format, overwrite=True)
 
