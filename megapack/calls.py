@@ -63,8 +63,14 @@ def checked_call(function: F) -> F:
     def declared() -> tuple[inspect.Signature, dict[str, Any]]:
         return inspect.signature(function), _hints(function)
 
+    accepted: set[tuple[Any, ...]] = set()
+
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        # Checks depend on types, and on the values of strings: what passed once passes again.
+        kinds = (*map(_kind, args), None, *kwargs, None, *map(_kind, kwargs.values()))
+        if kinds in accepted:
+            return function(*args, **kwargs)
         signature, hints = declared()
         try:
             arguments = signature.bind(*args, **kwargs).arguments
@@ -80,9 +86,18 @@ def checked_call(function: F) -> F:
                     limit += nearest(value, choices) if choices else ""
                     limit += f", as in [{value!r}]" if "a list" in words and not choices else ""
                 raise ArgumentError(f"{subject}: {name} is {value!r:.200}; it must be {limit}")
+        if len(accepted) < _MOST_KINDS:
+            accepted.add(kinds)
         return function(*args, **kwargs)
 
     return typing.cast("F", call)
+
+
+_MOST_KINDS = 1024  # of the arguments of one function
+
+
+def _kind(value: Any) -> Any:
+    return value if type(value) is str else type(value)
 
 
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -425,6 +426,10 @@ def _fields(columns: Columns) -> list[_Field]:
     return sorted(fields, key=lambda field: -field.numpy_dtype.itemsize)
 
 
+_PLAIN_FIELDS = _fields({})
+
+
+@cache  # an import statement per batch would cost a microsecond
 def wrapper(framework: Framework) -> Callable[[NDArray[Any]], Any]:
     """Return the function that turns numpy's arrays into those of a batch, without a copy."""
     if framework == "numpy":
@@ -460,13 +465,14 @@ class Buffers(dict[str, Any]):
     def shaped(self, shape: tuple[int, int]) -> dict[str, Any]:
         """Return views of the given shape."""
         if shape not in self._shaped:
-            leading = self._leading
-            self._shaped[shape] = {
-                name: tensor
-                if tensor.shape[:leading] == shape
-                else tensor.reshape(*shape, *tensor.shape[leading:])
-                for name, tensor in self.items()
-            }
+            leading, shaped = self._leading, {}
+            for name, tensor in self.items():
+                if tensor.shape[:leading] != shape:
+                    # torch's view is faster than its reshape; numpy's view is another function.
+                    reshape = tensor.reshape if isinstance(tensor, np.ndarray) else tensor.view
+                    tensor = reshape(*shape, *tensor.shape[leading:])  # noqa: PLW2901
+                shaped[name] = tensor
+            self._shaped[shape] = shaped
         return self._shaped[shape]
 
 
@@ -481,16 +487,17 @@ def allocate(
     (``PackedDataset.columns``). numpy has no bfloat16: such a column has its bits, uint16."""
     tensors: dict[str, Any] = {}
     arrays = {}
-    for name, dtype, numpy_dtype, shape, is_column in _fields(columns or {}):
-        if framework == "numpy":
+    fields = _fields(columns) if columns else _PLAIN_FIELDS
+    if framework == "numpy":
+        for name, _, numpy_dtype, shape, is_column in fields:
             tensors[name] = array = np.empty((num_tokens, *shape), numpy_dtype)
             arrays[name] = array.reshape(-1).view(np.uint8) if is_column else array
-            continue
-        import torch  # noqa: PLC0415
+        return Buffers(tensors, arrays, columns or {}, 1)
+    import torch  # noqa: PLC0415
 
-        torch_dtype = getattr(torch, dtype)
-        tensor = torch.empty((num_tokens, *shape), dtype=torch_dtype, pin_memory=pin_memory)
-        tensors[name] = tensor
+    for name, dtype, _, shape, is_column in fields:
+        kind = getattr(torch, dtype)
+        tensors[name] = tensor = torch.empty(num_tokens, *shape, dtype=kind, pin_memory=pin_memory)
         arrays[name] = (tensor.view(-1).view(torch.uint8) if is_column else tensor).numpy()
     return Buffers(tensors, arrays, columns or {}, 1)
 
