@@ -18,6 +18,7 @@ from commands import build, printed
 
 from megapack import BucketBatchSampler, Schedule, pack
 from megapack.data import ScheduleConfig
+from megapack.data.run import DataConfig
 from megapack.errors import ConfigError
 from megapack.packing import STRATEGIES, find_strategy
 from megapack.training.command import read_config
@@ -29,7 +30,7 @@ NAMES = {"the number of ranks": "data_parallel_size"}
 def remedies(message: str) -> list[dict[str, Any]]:
     """Return the settings of each remedy that a message names."""
     text = message.rpartition("; set ")[2].partition(" (a row")[0]
-    text = text.replace(", which gives some ranks an empty micro batch", "")
+    text = re.sub(r", which gives \d+ of \d+ ranks an empty micro batch", "", text)
     found = []
     for remedy in re.split(r",? or ", text):
         settings: dict[str, Any] = {}
@@ -90,18 +91,50 @@ def test_the_largest_bucket_is_named_at_once() -> None:
 def test_sizes_of_micro_batches(buckets: list[int]) -> None:
     index = pack(np.arange(1, 3 * buckets[-1], 3), buckets=buckets)
     largest = buckets[-1]
-    schedule = Schedule(index, tokens_per_step=24 * 4096, row_tokens=4096)
+
+    def sampler(**options: Any) -> BucketBatchSampler:
+        step = {name: options.pop(name, None) for name in ("tokens_per_step", "micro_step_tokens")}
+        mix = "step" if step["micro_step_tokens"] is None else "micro_step"
+        schedule = Schedule(index, row_tokens=4096, mix=mix, **step)
+        return BucketBatchSampler(schedule, data_parallel_rank=0, **options)
+
     num_applied = 0
-    for ranks, tokens, size in itertools.product((1, 3, 5, 7, 16), (1, 100, largest, 4096), (1, 2)):
+    draws: tuple[dict[str, int], ...] = ({}, {"micro_step_tokens": 12 * 4096})
+    for draw, ranks, tokens, size in itertools.product(
+        draws, (1, 3, 5, 7, 16), (1, 100, largest, 4096), (1, 2)
+    ):
         if ranks % size:
             continue
         num_applied += applied(
-            lambda **options: BucketBatchSampler(schedule, data_parallel_rank=0, **options),
+            sampler,
+            tokens_per_step=24 * 4096,
+            **draw,
             data_parallel_size=ranks,
             micro_batch_tokens=tokens,
             sequence_parallel_size=size,
         )
     assert num_applied > 10
+
+
+@pytest.mark.parametrize(("ranks", "fitting"), [(16, 131072), (3, 24576)])
+def test_ranks_that_do_not_divide_a_step(ranks: int, fitting: int) -> None:
+    """More tokens per step come first: the number of GPUs is given, and pad_last wastes some."""
+    index = pack(np.arange(1, 9000), buckets=[1024, 8192])
+    problem = f"{ranks} ranks do not divide the 4 micro batches of 8192 tokens in tokens_per_step "
+    for make in (
+        lambda: BucketBatchSampler(
+            Schedule(index, tokens_per_step=32768),
+            data_parallel_rank=0,
+            data_parallel_size=ranks,
+            micro_batch_tokens=8192,
+        ),
+        lambda: DataConfig(
+            prefix="docs", index="docs.samples", tokens_per_step=32768, micro_batch_tokens=8192
+        ).check_ranks(ranks),
+    ):
+        with pytest.raises(ConfigError) as error:
+            make()
+        assert f"{problem}32768; set tokens_per_step to {fitting}, or" in str(error.value)
 
 
 KEYS = ("data.tokens_per_step", "data.micro_step_tokens", "data.micro_batch_tokens")

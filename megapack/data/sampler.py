@@ -206,7 +206,7 @@ class BucketBatchSampler(Iterable[MicroBatch]):
             )
         check_micro_batches(
             self._problem,
-            schedule.stages[0].config.draw_tokens,
+            [stage.config for stage in schedule.stages],
             num_ranks=data_parallel_size,
             tokens=micro_batch_tokens,
             pad_last=pad_last,

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from megapack import _core
 from megapack.data import BatchLayout, BucketBatchSampler, PackedDataset, Schedule
 from megapack.data import sampler as dealing
-from megapack.data.loader import _describe
 from megapack.data.sampler import assign
+from megapack.data.tensors import _describe
 from megapack.errors import ConfigError
 from megapack.packing import pack
 from tests.data.corpora import (
@@ -190,7 +190,8 @@ def test_unfitting_sizes_are_refused_with_fitting_ones() -> None:
         ),
         (
             {"micro_batch_tokens": 64, "data_parallel_size": 5},
-            "set the number of ranks to 4, or pad",
+            "64 tokens in tokens_per_step 768; set tokens_per_step to 640, or the number of ranks "
+            "to 4, or pad_last to true, which gives 3 of 5 ranks an empty micro batch",
         ),
         ({"data_parallel_rank": 2, "data_parallel_size": 2}, "2 of 2 ranks"),
         ({"start_step": -1}, "counted from 0"),
