@@ -87,6 +87,15 @@ def test_the_largest_bucket_is_named_at_once() -> None:
         Schedule(index, tokens_per_step=1000)
 
 
+def test_rows_are_offered_with_their_padding() -> None:
+    index = pack(np.arange(1, 9000), buckets=[512, 1024, 2048, 4096])
+    rows = r"row_tokens to 5000 \(a row holds as many whole samples as fit; up to 18% is padding\)$"
+    with pytest.raises(ConfigError, match=f"set tokens_per_step to 28672, or {rows}"):
+        Schedule(index, tokens_per_step=30000)
+    with pytest.raises(ConfigError, match=r"row_tokens to 4096$"):  # without padding
+        Schedule(index, tokens_per_step=8192, row_tokens=1024)
+
+
 @pytest.mark.parametrize("buckets", BUCKETS, ids=str)
 def test_sizes_of_micro_batches(buckets: list[int]) -> None:
     index = pack(np.arange(1, 3 * buckets[-1], 3), buckets=buckets)

@@ -226,8 +226,11 @@ class StepConfig:
             remedies.append(f"row_tokens to {rows[0]}")
         elif self.micro_step_tokens is None:
             remedies.append(f"tokens_per_step and row_tokens to {largest}")
-        rest = " (a row holds as many whole samples as fit, the rest of it is padding)"
-        return f"set {', or '.join(remedies)}{rest if 'row_tokens' in remedies[-1] else ''}"
+        row = rows[0] if rows else largest
+        padding = max(row % capacity for capacity in capacities) / row
+        rest = f" (a row holds as many whole samples as fit; up to {100 * padding:.2g}% is padding)"
+        is_padded = padding > 0 and "row_tokens" in remedies[-1]
+        return f"set {', or '.join(remedies)}{rest if is_padded else ''}"
 
     def micro_batch_problem(self, num_ranks: int, tokens: int, pad_last: bool) -> str | None:
         """Return why a draw cannot be split into micro batches of ``tokens`` for every rank."""
