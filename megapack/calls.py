@@ -78,7 +78,7 @@ def checked_call(function: F) -> F:
                 limit = " or ".join(dict.fromkeys(words))
                 if isinstance(value, str):
                     limit += nearest(value, choices) if choices else ""
-                    limit += f", as in [{value!r}]" if "a list" in words and not choices else ""
+                    limit += _as_list(hints[name], value) if not choices else ""
                 raise ArgumentError(f"{subject}: {name} is {value!r:.200}; it must be {limit}")
         return function(*args, **kwargs)
 
@@ -124,6 +124,18 @@ def _members(hint: Any) -> tuple[Any, ...]:
 def _choices(hint: Any) -> list[Any]:
     literals = [one for one in _members(hint) if get_origin(one) is typing.Literal]
     return [choice for literal in literals for choice in get_args(literal)]
+
+
+def _as_list(hint: Any, value: str) -> str:
+    """Return ", as in [512, 1024]": the list that a string may have meant, or an empty string."""
+    lists = [one for one in _members(hint) if _describe(one) == ["a list"]]
+    types_of_items = [item for one in lists for item in _members(get_args(one)[0])]
+    if str in types_of_items:
+        return f", as in [{value!r}]"
+    for number in [one for one in (int, float) if one in types_of_items]:
+        with contextlib.suppress(ValueError):
+            return f", as in {[number(part) for part in value.split(',')]}"
+    return ""
 
 
 _SCALARS = (str, bytes, int, float, bool, type(None))

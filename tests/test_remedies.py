@@ -16,10 +16,17 @@ import numpy as np
 import pytest
 from commands import build, printed
 
-from megapack import BucketBatchSampler, Schedule, pack
+from megapack import (
+    BucketBatchSampler,
+    IndexedDatasetBuilder,
+    PackedDataset,
+    SampleIndex,
+    Schedule,
+    pack,
+)
 from megapack.data import ScheduleConfig
 from megapack.data.run import DataConfig
-from megapack.errors import ConfigError
+from megapack.errors import ArgumentError, ConfigError
 from megapack.packing import STRATEGIES, find_strategy
 from megapack.training.command import read_config
 from megapack.training.engine.inputs import Inputs
@@ -61,6 +68,17 @@ def applied(make: Callable[..., object], **settings: Any) -> int:
     return 0
 
 
+CLASSES = {"PackedDataset": PackedDataset, "SampleIndex": SampleIndex}  # of remedies in Python
+
+
+def write_text() -> None:
+    """Write a dataset ``text`` of two documents and its samples into the current folder."""
+    with IndexedDatasetBuilder("text") as builder:
+        for length in (300, 500):
+            builder.add_document(range(length))
+    pack([300, 500], buckets=[512]).save("text.samples")
+
+
 BUCKETS = ([512, 1024, 4096], [7, 16], [24, 36, 100], [64])
 
 
@@ -94,6 +112,24 @@ def test_rows_are_offered_with_their_padding() -> None:
         Schedule(index, tokens_per_step=30000)
     with pytest.raises(ConfigError, match=r"row_tokens to 4096$"):  # without padding
         Schedule(index, tokens_per_step=8192, row_tokens=1024)
+
+
+@pytest.mark.parametrize("name", ["text", "text.samples"])
+def test_a_schedule_of_a_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_text()
+    for given in (name, Path(name), [name]):
+        with pytest.raises(ConfigError, match="is the name of a file: give ") as error:
+            Schedule(given, tokens_per_step=1024)  # type: ignore[arg-type]
+        source = eval(str(error.value).partition("give ")[2], dict(CLASSES))
+        assert Schedule(source, tokens_per_step=1024).num_steps() == 1
+
+
+def test_buckets_as_text() -> None:
+    with pytest.raises(ArgumentError) as error:
+        pack(np.arange(1, 3000), buckets="512,1024")  # type: ignore[arg-type]
+    buckets = eval(str(error.value).partition("as in ")[2])
+    assert pack(np.arange(1, 3000), buckets=buckets).bucket_capacity.tolist() == [512, 1024]
 
 
 @pytest.mark.parametrize("buckets", BUCKETS, ids=str)
