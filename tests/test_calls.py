@@ -14,7 +14,7 @@ import torch
 
 import megapack
 from megapack import BucketBatchSampler, IndexedDatasetBuilder, PackedDataset, Schedule, pack
-from megapack.calls import checked_call, given
+from megapack.calls import checked_call, given, nearest
 from megapack.data import ScheduleConfig, build_loader
 from megapack.errors import ArgumentError, ConfigError
 from megapack.packing.strategies import PARAMETERS
@@ -127,6 +127,25 @@ def test_wrong_arguments_are_named(arguments: dict[str, Any], message: str) -> N
         build(**arguments)
     assert str(error.value).endswith(message)
     assert isinstance(error.value, ConfigError) and isinstance(error.value, TypeError)
+
+
+def test_a_schedule_names_itself() -> None:
+    index = pack([64], buckets=[64])
+    with pytest.raises(ArgumentError, match=r"^Schedule: missing argument 'tokens_per_step'"):
+        Schedule(index)
+
+
+@pytest.mark.parametrize("tokens", ["hello", "12", b"hello", ["a", "b"]], ids=str)
+def test_text_is_no_token_ids(tokens: Any, tmp_path: Path) -> None:
+    builder = IndexedDatasetBuilder(tmp_path / "docs")
+    with pytest.raises(TypeError, match=r"give token ids, not text$"):
+        builder.add_document(tokens)
+    builder.abort()
+
+
+def test_names_that_are_not_alike_are_not_suggested() -> None:
+    assert nearest("num_workers", ["num_steps"]) == ""
+    assert nearest("num_step", ["num_steps"]) == "; did you mean 'num_steps'?"
 
 
 def test_too_many_positional_arguments() -> None:

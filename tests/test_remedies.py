@@ -125,6 +125,19 @@ def test_a_schedule_of_a_name(name: str, tmp_path: Path, monkeypatch: pytest.Mon
         assert Schedule(source, tokens_per_step=1024).num_steps() == 1
 
 
+@pytest.mark.parametrize("as_path", [False, True], ids=["str", "Path"])
+def test_an_index_before_its_dataset(
+    as_path: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_text()
+    with pytest.raises(
+        ConfigError, match=r"is 'text\.samples', which is the name of an in"
+    ) as error:
+        PackedDataset(*(Path(n) if as_path else n for n in ("text.samples", "text")))
+    assert len(eval(str(error.value).partition("as in ")[2], dict(CLASSES))) == 2
+
+
 def test_buckets_as_text() -> None:
     with pytest.raises(ArgumentError) as error:
         pack(np.arange(1, 3000), buckets="512,1024")  # type: ignore[arg-type]

@@ -453,6 +453,8 @@ class Schedule:
                 f"{', '.join(fields)} are given next to config, which contains them: give one of "
                 "the two (dataclasses.replace changes a config)"
             )
+        if config is None and tokens_per_step is None:
+            raise ArgumentError("Schedule: missing argument 'tokens_per_step'; pass it, or config")
         self.config = config or ScheduleConfig(**fields)
         source = index if isinstance(index, SampleSource) else getattr(index, "samples", None)
         if source is None:
