@@ -36,7 +36,7 @@ def nearest(name: str, known: Iterable[str], formerly: Mapping[str, str] | None 
     """Return ``"; did you mean 'x'?"`` for a similar known name, or an empty string. ``formerly``
     maps old names to known ones."""
     names = {**{one: one for one in known}, **(formerly or {})}
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return f"; did you mean {names[close[0]]!r}?" if close else ""
 
 
@@ -75,7 +75,8 @@ def checked_call(function: F) -> F:
         try:
             arguments = signature.bind(*args, **kwargs).arguments
         except TypeError as error:
-            raise ArgumentError(f"{subject}: {_misfit(signature, args, kwargs, error)}") from None
+            misfit = _misfit(subject, signature, args, kwargs, error)
+            raise ArgumentError(f"{subject}: {misfit}") from None
         for name, value in arguments.items():
             is_one = signature.parameters[name].kind not in _VARIADIC
             if is_one and name in hints and not _accepts(hints[name], value):
@@ -84,7 +85,7 @@ def checked_call(function: F) -> F:
                 limit = " or ".join(dict.fromkeys(words))
                 if isinstance(value, str):
                     limit += nearest(value, choices) if choices else ""
-                    limit += f", as in [{value!r}]" if "a list" in words and not choices else ""
+                    limit += _as_list(hints[name], value) if not choices else ""
                 raise ArgumentError(f"{subject}: {name} is {value!r:.200}; it must be {limit}")
         if len(accepted) < _MOST_KINDS:
             accepted.add(kinds)
@@ -113,13 +114,26 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
+# Arguments of torch's DataLoader.
+_NOT_OF_LOADERS = {
+    "num_workers": "one thread prepares batches, and prefetch is the number of them: leave it out",
+    "shuffle": "order and seed belong to Schedule, which shuffles by default: leave it out",
+}
+
+
 def _misfit(
-    signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any], error: TypeError
+    subject: str,
+    signature: inspect.Signature,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    error: TypeError,
 ) -> str:
     """Describe the first argument that does not fit a signature."""
     known = {name: p for name, p in signature.parameters.items() if name != "self"}
     for name in kwargs:
         if name not in known:
+            if subject == "build_loader" and name in _NOT_OF_LOADERS:
+                return f"unknown argument {name!r}; {_NOT_OF_LOADERS[name]}"
             listed = nearest(name, known) or f" (known: {', '.join(known)})"
             return f"unknown argument {name!r}{listed}"
     by_position = [name for name, p in signature.parameters.items() if p.kind < p.VAR_POSITIONAL]
@@ -139,6 +153,18 @@ def _members(hint: Any) -> tuple[Any, ...]:
 def _choices(hint: Any) -> list[Any]:
     literals = [one for one in _members(hint) if get_origin(one) is typing.Literal]
     return [choice for literal in literals for choice in get_args(literal)]
+
+
+def _as_list(hint: Any, value: str) -> str:
+    """Return ", as in [512, 1024]": the list that a string may have meant, or an empty string."""
+    lists = [one for one in _members(hint) if _describe(one) == ["a list"]]
+    types_of_items = [item for one in lists for item in _members(get_args(one)[0])]
+    if str in types_of_items:
+        return f", as in [{value!r}]"
+    for number in [one for one in (int, float) if one in types_of_items]:
+        with contextlib.suppress(ValueError):
+            return f", as in {[number(part) for part in value.split(',')]}"
+    return ""
 
 
 _SCALARS = (str, bytes, int, float, bool, type(None))

@@ -14,7 +14,7 @@ import torch
 
 import megapack
 from megapack import BucketBatchSampler, IndexedDatasetBuilder, PackedDataset, Schedule, pack
-from megapack.calls import checked_call, given
+from megapack.calls import checked_call, given, nearest
 from megapack.data import ScheduleConfig, build_loader
 from megapack.errors import ArgumentError, ConfigError
 from megapack.packing.strategies import PARAMETERS
@@ -77,6 +77,8 @@ def build(
     *,
     order: Literal["shuffled", "sorted"] | None = None,
     names: Sequence[str] = (),
+    sizes: int | Sequence[int] = (),
+    rates: Sequence[float | None] = (),
     path: str | Path = "",
     device: torch.device | str | None = None,
     done: Callable[[], None] | None = None,
@@ -111,6 +113,9 @@ def test_right_arguments_pass(arguments: dict[str, Any]) -> None:
         ({"steps": 3, "rate": "fast"}, "rate is 'fast'; it must be a number"),
         ({"steps": 3, "order": "sort"}, "must be 'shuffled' or 'sorted'; did you mean 'sorted'?"),
         ({"steps": 3, "names": "abc"}, "names is 'abc'; it must be a list, as in ['abc']"),
+        ({"steps": 3, "sizes": "512,1024"}, "it must be an integer or a list, as in [512, 1024]"),
+        ({"steps": 3, "sizes": "512 1024"}, "sizes is '512 1024'; it must be an integer or a list"),
+        ({"steps": 3, "rates": "0.5"}, "rates is '0.5'; it must be a list, as in [0.5]"),
         ({"steps": 3, "path": 3}, "path is 3; it must be a string or Path"),
         ({"steps": 3, "device": 3}, "device is 3; it must be device or a string"),
         ({"steps": 3, "done": 3}, "done is 3; it must be a function"),
@@ -120,8 +125,27 @@ def test_right_arguments_pass(arguments: dict[str, Any]) -> None:
 def test_wrong_arguments_are_named(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError) as error:
         build(**arguments)
-    assert message in str(error.value)
+    assert str(error.value).endswith(message)
     assert isinstance(error.value, ConfigError) and isinstance(error.value, TypeError)
+
+
+def test_a_schedule_names_itself() -> None:
+    index = pack([64], buckets=[64])
+    with pytest.raises(ArgumentError, match=r"^Schedule: missing argument 'tokens_per_step'"):
+        Schedule(index)
+
+
+@pytest.mark.parametrize("tokens", ["hello", "12", b"hello", ["a", "b"]], ids=str)
+def test_text_is_no_token_ids(tokens: Any, tmp_path: Path) -> None:
+    builder = IndexedDatasetBuilder(tmp_path / "docs")
+    with pytest.raises(TypeError, match=r"give token ids, not text$"):
+        builder.add_document(tokens)
+    builder.abort()
+
+
+def test_names_that_are_not_alike_are_not_suggested() -> None:
+    assert nearest("num_workers", ["num_steps"]) == ""
+    assert nearest("num_step", ["num_steps"]) == "; did you mean 'num_steps'?"
 
 
 def test_too_many_positional_arguments() -> None:

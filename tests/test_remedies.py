@@ -16,9 +16,17 @@ import numpy as np
 import pytest
 from commands import build, printed
 
-from megapack import BucketBatchSampler, Schedule, pack
+from megapack import (
+    BucketBatchSampler,
+    IndexedDatasetBuilder,
+    PackedDataset,
+    SampleIndex,
+    Schedule,
+    pack,
+)
 from megapack.data import ScheduleConfig
-from megapack.errors import ConfigError
+from megapack.data.run import DataConfig
+from megapack.errors import ArgumentError, ConfigError
 from megapack.packing import STRATEGIES, find_strategy
 from megapack.training.command import read_config
 from megapack.training.engine.inputs import Inputs
@@ -29,7 +37,7 @@ NAMES = {"the number of ranks": "data_parallel_size"}
 def remedies(message: str) -> list[dict[str, Any]]:
     """Return the settings of each remedy that a message names."""
     text = message.rpartition("; set ")[2].partition(" (a row")[0]
-    text = text.replace(", which gives some ranks an empty micro batch", "")
+    text = re.sub(r", which gives \d+ of \d+ ranks an empty micro batch", "", text)
     found = []
     for remedy in re.split(r",? or ", text):
         settings: dict[str, Any] = {}
@@ -60,6 +68,17 @@ def applied(make: Callable[..., object], **settings: Any) -> int:
     return 0
 
 
+CLASSES = {"PackedDataset": PackedDataset, "SampleIndex": SampleIndex}  # of remedies in Python
+
+
+def write_text() -> None:
+    """Write a dataset ``text`` of two documents and its samples into the current folder."""
+    with IndexedDatasetBuilder("text") as builder:
+        for length in (300, 500):
+            builder.add_document(range(length))
+    pack([300, 500], buckets=[512]).save("text.samples")
+
+
 BUCKETS = ([512, 1024, 4096], [7, 16], [24, 36, 100], [64])
 
 
@@ -86,22 +105,94 @@ def test_the_largest_bucket_is_named_at_once() -> None:
         Schedule(index, tokens_per_step=1000)
 
 
+def test_rows_are_offered_with_their_padding() -> None:
+    index = pack(np.arange(1, 9000), buckets=[512, 1024, 2048, 4096])
+    rows = r"row_tokens to 5000 \(a row holds as many whole samples as fit; up to 18% is padding\)$"
+    with pytest.raises(ConfigError, match=f"set tokens_per_step to 28672, or {rows}"):
+        Schedule(index, tokens_per_step=30000)
+    with pytest.raises(ConfigError, match=r"row_tokens to 4096$"):  # without padding
+        Schedule(index, tokens_per_step=8192, row_tokens=1024)
+
+
+@pytest.mark.parametrize("name", ["text", "text.samples"])
+def test_a_schedule_of_a_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_text()
+    for given in (name, Path(name), [name]):
+        with pytest.raises(ConfigError, match="is the name of a file: give ") as error:
+            Schedule(given, tokens_per_step=1024)  # type: ignore[arg-type]
+        source = eval(str(error.value).partition("give ")[2], dict(CLASSES))
+        assert Schedule(source, tokens_per_step=1024).num_steps() == 1
+
+
+@pytest.mark.parametrize("as_path", [False, True], ids=["str", "Path"])
+def test_an_index_before_its_dataset(
+    as_path: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_text()
+    with pytest.raises(
+        ConfigError, match=r"is 'text\.samples', which is the name of an in"
+    ) as error:
+        PackedDataset(*(Path(n) if as_path else n for n in ("text.samples", "text")))
+    assert len(eval(str(error.value).partition("as in ")[2], dict(CLASSES))) == 2
+
+
+def test_buckets_as_text() -> None:
+    with pytest.raises(ArgumentError) as error:
+        pack(np.arange(1, 3000), buckets="512,1024")  # type: ignore[arg-type]
+    buckets = eval(str(error.value).partition("as in ")[2])
+    assert pack(np.arange(1, 3000), buckets=buckets).bucket_capacity.tolist() == [512, 1024]
+
+
 @pytest.mark.parametrize("buckets", BUCKETS, ids=str)
 def test_sizes_of_micro_batches(buckets: list[int]) -> None:
     index = pack(np.arange(1, 3 * buckets[-1], 3), buckets=buckets)
     largest = buckets[-1]
-    schedule = Schedule(index, tokens_per_step=24 * 4096, row_tokens=4096)
+
+    def sampler(**options: Any) -> BucketBatchSampler:
+        step = {name: options.pop(name, None) for name in ("tokens_per_step", "micro_step_tokens")}
+        mix = "step" if step["micro_step_tokens"] is None else "micro_step"
+        schedule = Schedule(index, row_tokens=4096, mix=mix, **step)
+        return BucketBatchSampler(schedule, data_parallel_rank=0, **options)
+
     num_applied = 0
-    for ranks, tokens, size in itertools.product((1, 3, 5, 7, 16), (1, 100, largest, 4096), (1, 2)):
+    draws: tuple[dict[str, int], ...] = ({}, {"micro_step_tokens": 12 * 4096})
+    for draw, ranks, tokens, size in itertools.product(
+        draws, (1, 3, 5, 7, 16), (1, 100, largest, 4096), (1, 2)
+    ):
         if ranks % size:
             continue
         num_applied += applied(
-            lambda **options: BucketBatchSampler(schedule, data_parallel_rank=0, **options),
+            sampler,
+            tokens_per_step=24 * 4096,
+            **draw,
             data_parallel_size=ranks,
             micro_batch_tokens=tokens,
             sequence_parallel_size=size,
         )
     assert num_applied > 10
+
+
+@pytest.mark.parametrize(("ranks", "fitting"), [(16, 131072), (3, 24576)])
+def test_ranks_that_do_not_divide_a_step(ranks: int, fitting: int) -> None:
+    """More tokens per step come first: the number of GPUs is given, and pad_last wastes some."""
+    index = pack(np.arange(1, 9000), buckets=[1024, 8192])
+    problem = f"{ranks} ranks do not divide the 4 micro batches of 8192 tokens in tokens_per_step "
+    for make in (
+        lambda: BucketBatchSampler(
+            Schedule(index, tokens_per_step=32768),
+            data_parallel_rank=0,
+            data_parallel_size=ranks,
+            micro_batch_tokens=8192,
+        ),
+        lambda: DataConfig(
+            prefix="docs", index="docs.samples", tokens_per_step=32768, micro_batch_tokens=8192
+        ).check_ranks(ranks),
+    ):
+        with pytest.raises(ConfigError) as error:
+            make()
+        assert f"{problem}32768; set tokens_per_step to {fitting}, or" in str(error.value)
 
 
 KEYS = ("data.tokens_per_step", "data.micro_step_tokens", "data.micro_batch_tokens")

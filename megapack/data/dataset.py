@@ -52,7 +52,7 @@ from megapack.data.picture import Sample
 from megapack.data.sample_order import Scores
 from megapack.data.sources import Exclusions, LabelTotals, SampleSource, check_has_groups
 from megapack.data.steps import PLAIN, Attention, Loss, StepView
-from megapack.errors import ConfigError, FormatError
+from megapack.errors import ArgumentError, ConfigError, FormatError
 from megapack.packing.sharded import SourceIndex
 from megapack.storage import IndexedDataset
 from megapack.storage.columns import INTERPRETED, LABELS, WEIGHTS
@@ -292,6 +292,11 @@ class PackedDataset(_Dataset):
         return self._sample(i)
 
     def _sample(self, i: int, view: StepView = PLAIN) -> Batch:
+        if not hasattr(i, "__index__"):
+            raise ArgumentError(
+                f"PackedDataset: index is {i!r:.200}; give one integer at a time, as in "
+                "[dataset[i] for i in range(3)]"
+            )
         sample = i.__index__()
         if sample < 0:
             sample += len(self)

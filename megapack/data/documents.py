@@ -253,6 +253,14 @@ def open_sources(
 ) -> tuple[list[SourceDocuments], list[SourceIndex]]:
     """Open documents and samples of one or several sources, as ``PackedDataset`` describes."""
     each_documents = _as_list(documents)
+    for item in each_documents:
+        if isinstance(item, str | os.PathLike) and os.fspath(item).endswith(".samples"):
+            name = os.fspath(item)
+            other = os.fspath(indices) if isinstance(indices, str | os.PathLike) else "docs"
+            raise ConfigError(
+                f"dataset is {name!r}, which is the name of an index; give the dataset first, then "
+                f"the index, as in PackedDataset({other!r}, {name!r})"
+            )
     loaded: list[SourceIndex] = [
         load_index(item) if isinstance(item, str | os.PathLike) else item
         for item in _as_list(indices)

@@ -240,8 +240,8 @@ def build_loader(
           In a stream, too, samples lie in rows of row_tokens.
 
     Raises:
-        ConfigError: the sizes do not fit, the run would repeat data too often, or it has loss
-            weights that the caller does not apply.
+        ConfigError: the sizes do not fit, the device does not exist, the run would repeat data too
+            often, or it has loss weights that the caller does not apply.
         IndexMismatchError: dataset and schedule have different indices.
     """
     scheduled, available = schedule.samples, dataset.samples
@@ -303,6 +303,10 @@ def build_loader(
         from torch.cuda import is_available  # noqa: PLC0415
 
         pin_memory = is_available()
+    if device is not None:
+        from megapack.data.tensors import check_device  # noqa: PLC0415 (needs torch)
+
+        check_device(device)
     return PackedLoader(
         dataset=dataset,
         sampler=sampler,

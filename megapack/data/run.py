@@ -125,7 +125,7 @@ class DataConfig(StepConfig):
 
         check_micro_batches(
             problem,
-            self.draw_tokens,
+            [self],
             num_ranks=num_ranks,
             tokens=self.micro_batch_tokens,
             pad_last=self.pad_last,

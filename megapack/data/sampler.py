@@ -188,15 +188,21 @@ class BucketBatchSampler(Iterable[MicroBatch]):
         if start_step < 0:
             raise ConfigError(f"start_step is {start_step}; steps are counted from 0")
         check_range("sampler", at_least=0, num_steps=num_steps)
+        if (num_steps is None or schedule.finite) and start_step > (count := schedule.num_steps()):
+            remedy = f"set start_step to at most {count}"
+            if not schedule.finite:
+                remedy += ", or give num_steps, the steps to take, to repeat the data"
+            raise ConfigError(
+                f"start_step is {start_step}, and the schedule has {count} steps"
+                f"{'' if schedule.finite else ' per epoch'}; {remedy}"
+            )
         self.schedule = schedule
         self.data_parallel_rank = data_parallel_rank
         self.data_parallel_size = data_parallel_size
         self.micro_batch_tokens = micro_batch_tokens
         self.sequence_parallel_size = sequence_parallel_size
         self.start_step = start_step
-        self.num_steps = (
-            max(0, schedule.num_steps() - start_step) if num_steps is None else num_steps
-        )
+        self.num_steps = schedule.num_steps() - start_step if num_steps is None else num_steps
         self.dealing: Literal["balanced", "in_order"] = dealing
         self._samples = samples or schedule.samples
         if self._samples.attention == "tree" and sequence_parallel_size > 1:
@@ -206,7 +212,7 @@ class BucketBatchSampler(Iterable[MicroBatch]):
             )
         check_micro_batches(
             self._problem,
-            schedule.stages[0].config.draw_tokens,
+            [stage.config for stage in schedule.stages],
             num_ranks=data_parallel_size,
             tokens=micro_batch_tokens,
             pad_last=pad_last,

@@ -27,13 +27,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
+import os
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property, partial
 from math import ceil
-from os import PathLike
 from typing import Any, Literal
 
 import numpy as np
@@ -57,7 +57,7 @@ from megapack.data.sources import HasSamples, SampleSource, Shards
 from megapack.data.stage_settings import Program, StageSettings, spans, tokens_before
 from megapack.data.steps import DrawOrder, ScheduleConfig, StepView, fold_key, order_named
 from megapack.errors import ArgumentError, ConfigError
-from megapack.packing.sharded import SourceIndex
+from megapack.packing.sharded import SourceIndex, is_shard_manifest
 
 Ids = NDArray[np.int64]
 log = logging.getLogger(__name__)
@@ -453,16 +453,22 @@ class Schedule:
                 f"{', '.join(fields)} are given next to config, which contains them: give one of "
                 "the two (dataclasses.replace changes a config)"
             )
+        if config is None and tokens_per_step is None:
+            raise ArgumentError("Schedule: missing argument 'tokens_per_step'; pass it, or config")
         self.config = config or ScheduleConfig(**fields)
         source = index if isinstance(index, SampleSource) else getattr(index, "samples", None)
         if source is None:
             several = isinstance(index, Sequence) and not isinstance(index, str)
             indices: Any = index if several else [index]
             for item in indices:
-                if isinstance(item, str | PathLike):
-                    raise ConfigError(
-                        f"{item!r} is the name of a file: give SampleIndex.load({str(item)!r})"
-                    )
+                if isinstance(item, str | os.PathLike):
+                    name = os.fspath(item)
+                    remedy = f"PackedDataset({name!r}, {name + '.samples'!r})"
+                    if name.endswith(".samples"):
+                        remedy = f"SampleIndex.load({name!r})"
+                    elif is_shard_manifest(name):
+                        remedy = f"PackedDataset(None, {name!r})"
+                    raise ConfigError(f"{name!r} is the name of a file: give {remedy}")
                 if not isinstance(item, SourceIndex):
                     raise ArgumentError(
                         f"Schedule: index is {item!r:.200}; give a SampleIndex, a list of them, or "

@@ -226,28 +226,29 @@ class StepConfig:
             remedies.append(f"row_tokens to {rows[0]}")
         elif self.micro_step_tokens is None:
             remedies.append(f"tokens_per_step and row_tokens to {largest}")
-        rest = " (a row holds as many whole samples as fit, the rest of it is padding)"
-        return f"set {', or '.join(remedies)}{rest if 'row_tokens' in remedies[-1] else ''}"
+        row = rows[0] if rows else largest
+        padding = max(row % capacity for capacity in capacities) / row
+        rest = f" (a row holds as many whole samples as fit; up to {100 * padding:.2g}% is padding)"
+        is_padded = padding > 0 and "row_tokens" in remedies[-1]
+        return f"set {', or '.join(remedies)}{rest if is_padded else ''}"
 
     def micro_batch_problem(self, num_ranks: int, tokens: int, pad_last: bool) -> str | None:
         """Return why a draw cannot be split into micro batches of ``tokens`` for every rank."""
+        name = "tokens_per_step" if self.micro_step_tokens is None else "micro_step_tokens"
         if tokens < 1 or self.draw_tokens % tokens:
-            return (
-                f"micro_batch_tokens {tokens} does not divide the {self.draw_tokens} tokens of a "
-                "draw"
-            )
+            return f"micro_batch_tokens {tokens} does not divide {name} {self.draw_tokens}"
         count = self.draw_tokens // tokens
         if count % num_ranks and not pad_last:
             return (
                 f"{num_ranks} ranks do not divide the {count} micro batches of {tokens} tokens in "
-                f"a draw of {self.draw_tokens}"
+                f"{name} {self.draw_tokens}"
             )
         return None
 
 
 def check_micro_batches(
     problem: Callable[[int, int, bool], str | None],
-    draw_tokens: int,
+    configs: Sequence[StepConfig],
     *,
     num_ranks: int,
     tokens: int,
@@ -257,7 +258,7 @@ def check_micro_batches(
 
     Args:
         problem: (ranks, micro_batch_tokens, pad_last) -> why they do not fit, or None.
-        draw_tokens: tokens of a draw of all ranks.
+        configs: those of all stages.
         num_ranks: data-parallel size.
         tokens: tokens of a micro batch, one forward pass of one rank.
         pad_last: True if some ranks may get an empty micro batch.
@@ -265,12 +266,23 @@ def check_micro_batches(
     found = problem(num_ranks, tokens, pad_last)
     if found is None:
         return
+    config, draw_tokens = configs[0], configs[0].draw_tokens
     sizes, fewer = _divisors(draw_tokens, tokens), range(num_ranks - 1, 0, -1)
     fitting = [f"micro_batch_tokens to {n}" for n in sizes if not problem(num_ranks, n, pad_last)]
     ranks_that_fit = (n for n in fewer if not problem(n, tokens, pad_last))
     remedies = fitting[:1] + [f"the number of ranks to {n}" for n in islice(ranks_that_fit, 1)]
-    if problem(num_ranks, tokens, True) is None:
-        remedies.append("pad_last to true, which gives some ranks an empty micro batch")
+    if problem(num_ranks, tokens, True) is None:  # only the number of ranks does not fit
+        if len({(each.tokens_per_step, each.draw_tokens) for each in configs}) == 1:
+            draw = _multiple(draw_tokens, lcm(num_ranks * tokens, config.row_tokens or 1))
+            remedy = f"tokens_per_step to {draw}"
+            if config.micro_step_tokens is not None:
+                total = _multiple(config.tokens_per_step, draw)
+                remedy = f"tokens_per_step to {total} and micro_step_tokens to {draw}"
+            remedies.insert(0, remedy)
+        idle = -(draw_tokens // tokens) % num_ranks
+        remedies.append(
+            f"pad_last to true, which gives {idle} of {num_ranks} ranks an empty micro batch"
+        )
     if not remedies:
         pairs = ((n, size) for n in fewer for size in sizes if not problem(n, size, pad_last))
         ranks, size = next(pairs, (1, draw_tokens))

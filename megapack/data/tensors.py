@@ -1,7 +1,7 @@
 """Functions that only batches of tensors need: masks, copies to a GPU, a check of ranks.
 
 - ``segment_ids``, ``block_diagonal_mask``, ``flex_block_mask``: for models that take masks.
-- ``to_device``: copies batches to a GPU, one batch ahead.
+- ``check_device``, ``to_device``: copies batches to a GPU, one batch ahead.
 - ``RankChecker``: stops the run if the ranks disagree on the content of a step.
 
     segment_ids(torch.tensor([0, 2, 5]), num_tokens=5)             # -> 0 0 1 1 1
@@ -20,7 +20,7 @@ import xxhash
 from megapack.data.batch import Batch
 from megapack.data.resume import OPTIONAL
 from megapack.data.sampler import BucketBatchSampler
-from megapack.errors import RankMismatchError
+from megapack.errors import ConfigError, RankMismatchError
 
 
 def segment_ids(cu_seqlens: torch.Tensor, num_tokens: int) -> torch.Tensor:
@@ -78,6 +78,21 @@ def flex_block_mask(segments: torch.Tensor, *, causal: bool = True, **options: A
     return create_block_mask(
         visible, rows.shape[0], None, tokens, tokens, device=str(rows.device), **options
     )
+
+
+def check_device(device: torch.device | str) -> None:
+    """Raise ConfigError if torch does not know a device, or does not find this CUDA GPU."""
+    try:
+        chosen = torch.device(device)
+    except RuntimeError:
+        raise ConfigError(
+            f"device is {device!r}, which torch does not know; give 'cuda' or 'cpu'"
+        ) from None
+    if chosen.type == "cuda" and (chosen.index or 0) >= (count := torch.cuda.device_count()):
+        raise ConfigError(
+            f"device is {str(device)!r}, and torch finds {count} CUDA GPUs; "
+            + ("set device to 'cuda'" if count else "leave out device")
+        )
 
 
 def to_device(batches: Iterable[Batch], device: torch.device | str) -> Iterator[Batch]:

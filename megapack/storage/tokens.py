@@ -45,6 +45,8 @@ def as_tokens(tokens: Any) -> Tokens:
 
 
 def _to_array(tokens: Any) -> NDArray[Any]:
+    if isinstance(tokens, str | bytes):
+        raise TypeError(f"tokens are {tokens!r:.50}; give token ids, not text")
     if isinstance(tokens, list):
         try:
             return np.frombuffer(array("q", tokens), np.int64)  # twice as fast as np.array
@@ -59,7 +61,9 @@ def _to_array(tokens: Any) -> NDArray[Any]:
         try:
             return values.astype(np.int64)
         except ValueError as error:
-            raise TypeError(f"tokens are strings that are not numbers: {error}") from error
+            raise TypeError(
+                f"tokens are strings that are not numbers: {error}; give token ids, not text"
+            ) from error
     return values
 
 

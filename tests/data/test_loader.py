@@ -59,6 +59,37 @@ def test_batches_do_not_depend_on_the_thread(
     assert_same_batches(plain, again)
 
 
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        ("gpu", "device is 'gpu', which torch does not know; give 'cuda' or 'cpu'"),
+        ("cuda:99", r"device is 'cuda:99', and torch finds \d+ CUDA GPUs?; (leave out|set) device"),
+    ],
+)
+def test_devices_that_do_not_exist_are_refused_at_once(
+    packed: PackedDataset, device: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        loader(packed, device=device)
+
+
+def test_arguments_of_other_loaders_are_explained(packed: PackedDataset) -> None:
+    for name, message in (
+        ("num_workers", "one thread prepares batches, and prefetch is"),
+        ("shuffle", "order and seed belong to Schedule"),
+    ):
+        with pytest.raises(ConfigError, match=f"unknown argument '{name}'; {message}"):
+            loader(packed, **{name: 2})
+
+
+@pytest.mark.parametrize("index", [slice(0, 3), [0, 1], "0"], ids=str)
+def test_samples_have_one_integer_each(packed: PackedDataset, index: Any) -> None:
+    with pytest.raises(TypeError, match="give one integer at a time") as error:
+        packed[index]
+    samples = eval(str(error.value).partition("as in ")[2], {"dataset": packed})
+    assert [len(sample["tokens"]) for sample in samples] == [16, 16, 16]
+
+
 def test_a_batch_has_every_promised_key(packed: PackedDataset) -> None:
     batches = list(loader(packed, cu_seqlens="padded"))
     shapes = {(batch["capacity"], batch["cu_seqlens"].shape) for batch in batches}

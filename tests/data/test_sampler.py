@@ -190,7 +190,8 @@ def test_unfitting_sizes_are_refused_with_fitting_ones() -> None:
         ),
         (
             {"micro_batch_tokens": 64, "data_parallel_size": 5},
-            "set the number of ranks to 4, or pad",
+            "64 tokens in tokens_per_step 768; set tokens_per_step to 640, or the number of ranks "
+            "to 4, or pad_last to true, which gives 3 of 5 ranks an empty micro batch",
         ),
         ({"data_parallel_rank": 2, "data_parallel_size": 2}, "2 of 2 ranks"),
         ({"start_step": -1}, "counted from 0"),
@@ -199,6 +200,23 @@ def test_unfitting_sizes_are_refused_with_fitting_ones() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             BucketBatchSampler(schedule, **{**of_rank(micro=64), **options})
+
+
+@pytest.mark.parametrize("finite", [False, True])
+def test_a_start_after_the_last_step_is_refused(finite: bool) -> None:
+    schedule = Schedule(INDEX, tokens_per_step=64 * 12, finite=finite)
+    count = schedule.num_steps()
+    assert list(BucketBatchSampler(schedule, **of_rank(micro=64, start_step=count))) == []
+    per_epoch = "" if finite else " per epoch"
+    message = f"start_step is {count + 1}, and the schedule has {count} steps{per_epoch}; set start"
+    with pytest.raises(ConfigError, match=f"{message}_step to at most {count}"):
+        BucketBatchSampler(schedule, **of_rank(micro=64, start_step=count + 1))
+    options = of_rank(micro=64, start_step=count + 1, num_steps=1)
+    if finite:
+        with pytest.raises(ConfigError, match=message):
+            BucketBatchSampler(schedule, **options)
+    else:  # the second epoch
+        assert len(BucketBatchSampler(schedule, **options)) == 12
 
 
 def test_rows_hold_samples_that_do_not_divide_them() -> None:
