@@ -139,6 +139,23 @@ def test_data_next_to_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert Inputs(read_config("demo_cpu", ["data.prefix=mine", *settings])).num_steps == 160
 
 
+def test_a_recipe_without_its_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as error:
+        Inputs(read_config("demo_cpu"))
+    settings = re.findall(r"--set (\S+=[^\s;]+)", str(error.value))
+    assert settings == [
+        "data.prefix=PREFIX",
+        "data.index=PREFIX.samples",
+        "data.valid_prefix=null",
+        "evaluation.every=null",
+    ]
+    (tmp_path / "text.txt").write_text("a few words\n" * 5000)
+    printed("tokenize", "--input", "text.txt", "--tokenizer", "bytes", "--output-prefix", "mine")
+    printed("pack", "mine", "--buckets", "512,1024")
+    Inputs(read_config("demo_cpu", [each.replace("PREFIX", "mine") for each in settings]))
+
+
 def test_a_folder_of_which_most_would_be_skipped(tmp_path: Path) -> None:
     """A folder of code with a few texts is refused; notes next to data are not."""
     corpus = tmp_path / "corpus"
@@ -225,7 +242,7 @@ def test_a_missing_file_next_to_a_similar_one(tmp_path: Path) -> None:
         error = printed(*words, status=1)
         assert f"did you mean '{tmp_path / similar}'?" in error and "Errno" not in error
     assert "mean" not in printed("inspect", tmp_path / "no" / "folder", status=1)
-    missing = printed("verify", tmp_path / "nowhere.samples", status=1)
+    missing = build("verify", tmp_path / "nowhere.samples").stdout
     assert "nowhere.samples: MISSING" in missing and "check the path" in missing
 
 

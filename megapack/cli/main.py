@@ -145,7 +145,7 @@ def _run(name: str, arguments: list[str]) -> int:
 
 
 def _message(error: Exception) -> str:
-    """Return the text of an error; for a missing file, with a similar name of its kind in its folder."""
+    """Return the text of an error; for a missing file, with a similar name in its folder."""
     if not isinstance(error, FileNotFoundError) or not isinstance(error.filename, str):
         return str(error)
     path, near = Path(error.filename), list[Path]()
