@@ -20,6 +20,9 @@ from megapack import __version__
 from megapack.calls import nearest
 from megapack.errors import MegapackError, printable, redacted, require
 
+# Options of other programs -> ours, where a command has it.
+_ELSEWHERE = {"--world-size": "--data-parallel"}
+
 
 class Parser(argparse.ArgumentParser):
     """Parser of a command; a wrong command line ends it with status 2 and one line."""
@@ -38,7 +41,14 @@ class Parser(argparse.ArgumentParser):
             name = word.partition("=")[0]
             is_option = name.startswith("--") and " " not in name
             if is_option and not any(option.startswith(name) for option in known):
-                self.error(f"unknown option {name}{nearest(name, known)}")
+                elsewhere = {old: new for old, new in _ELSEWHERE.items() if new in known}
+                self.error(f"unknown option {name}{nearest(name, known, elsewhere)}")
+        for option, *values in zip(words, words[1:], words[2:], strict=False):
+            action = self._option_string_actions.get(option)
+            if action and action.metavar == "L,L,..." and all(map(str.isdecimal, values)):
+                self.error(
+                    f"{option} {' '.join(values)}: separate them by commas, {','.join(values)}"
+                )
         return super().parse_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:

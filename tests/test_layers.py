@@ -20,7 +20,7 @@ CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
 # Package -> packages that it may import (also itself and the ground floor).
 GROUND = {"errors", "calls", "command_line", "config", "json_schema", "records", "units"}
-GROUND |= {"devices", "executors", "_core", "__version__"}
+GROUND |= {"devices", "executors", "hub", "_core", "__version__"}
 MAY_IMPORT: dict[str, set[str]] = {
     "storage": set(),
     "tokenization": {"storage"},
@@ -45,7 +45,7 @@ ONLY = {
 TORCH_FREE = (
     *("storage", "tokenization", "packing", "planning", "compare", "cli"),
     *("errors", "calls", "command_line", "config", "records", "units", "devices", "executors"),
-    *("data/run", "training/config"),  # checked before torch is imported
+    *("hub", "data/run", "training/config"),  # checked before torch is imported
     *("data/loader", "integrations/dialects", "integrations/hosts/jax"),  # arrays of numpy
     *("training/engine/directory", "training/monitoring/slowdowns"),  # a run is read
 )

@@ -230,6 +230,23 @@ def test_data_next_to_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert Inputs(read_config("demo_cpu", ["data.prefix=mine", *settings])).num_steps == 160
 
 
+def test_a_recipe_without_its_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as error:
+        Inputs(read_config("demo_cpu"))
+    settings = re.findall(r"--set (\S+=[^\s;]+)", str(error.value))
+    assert settings == [
+        "data.prefix=PREFIX",
+        "data.index=PREFIX.samples",
+        "data.valid_prefix=null",
+        "evaluation.every=null",
+    ]
+    (tmp_path / "text.txt").write_text("a few words\n" * 5000)
+    printed("tokenize", "--input", "text.txt", "--tokenizer", "bytes", "--output-prefix", "mine")
+    printed("pack", "mine", "--buckets", "512,1024")
+    Inputs(read_config("demo_cpu", [each.replace("PREFIX", "mine") for each in settings]))
+
+
 def test_a_folder_of_which_most_would_be_skipped(tmp_path: Path) -> None:
     """A folder of code with a few texts is refused; notes next to data are not."""
     corpus = tmp_path / "corpus"
@@ -254,6 +271,7 @@ def test_a_folder_of_which_most_would_be_skipped(tmp_path: Path) -> None:
         ("pakc", "--help"),
         ("pack", "--hlep"),
         ("pack", "x", "--bukets", "512", "--json"),
+        ("simulate", "x.npy", "--world-size", "8"),
         ("compare", "x", "--bucket", "512", "--strategis", "pad"),
         ("tokenize", "--inputs", "x", "--on-eror=skip"),
         ("train-tokenizer", "--input", "x", "--typ", "bpe-json"),
@@ -277,6 +295,46 @@ def test_words_of_the_command_line(words: tuple[str, ...]) -> None:
     else:
         pytest.fail(f"the remedies of {words} do not end")
     assert "unknown" not in done.stderr
+
+
+@pytest.mark.parametrize("words", [("--data-prefix", "text"), ("text",)], ids=len)
+def test_buckets_separated_by_spaces(words: tuple[str, ...]) -> None:
+    error = printed("pack", *words, "--buckets", "512", "1024", status=2)
+    assert "--buckets 512 1024: separate them by commas, 512,1024" in error
+
+
+def test_a_missing_file_next_to_a_similar_one(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("a few words\n" * 500)
+    printed(
+        "tokenize",
+        "--input",
+        tmp_path / "text.txt",
+        "--tokenizer",
+        "bytes",
+        "--output-prefix",
+        tmp_path / "text",
+    )
+    printed("pack", tmp_path / "text", "--buckets", "512")
+    for words, similar in (
+        (("inspect", tmp_path / "txt.samples"), "text.samples"),
+        (
+            (
+                "tokenize",
+                "--input",
+                tmp_path / "txt.txt",
+                "--tokenizer",
+                "bytes",
+                "--output-prefix",
+                "x",
+            ),
+            "text.txt",
+        ),
+    ):
+        error = printed(*words, status=1)
+        assert f"did you mean '{tmp_path / similar}'?" in error and "Errno" not in error
+    assert "mean" not in printed("inspect", tmp_path / "no" / "folder", status=1)
+    missing = build("verify", tmp_path / "nowhere.samples").stdout
+    assert "nowhere.samples: MISSING" in missing and "check the path" in missing
 
 
 def test_names_of_strategies_and_orders() -> None:

@@ -37,6 +37,7 @@ from megapack.attention.transformers_interface import register
 from megapack.calls import nearest
 from megapack.command_line import Parser, add_program_options
 from megapack.errors import MegapackError, exit_code, require
+from megapack.hub import hub_answers
 from megapack.probe import LeakError, probe
 
 ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "megapack")
@@ -204,7 +205,12 @@ def read_configuration(name: str, *, trust_remote_code: bool = False) -> Any:
             return config.for_model(name).get_text_config(decoder=True)
         path = Path(name)
         place = path.parent if path.name == "config.json" else name
-        made = config.from_pretrained(place, trust_remote_code=trust_remote_code)
+        # transformers would retry for half a minute if the hub does not answer.
+        made = config.from_pretrained(
+            place,
+            trust_remote_code=trust_remote_code,
+            local_files_only=not (Path(place).exists() or hub_answers()),
+        )
         return made.get_text_config(decoder=True)
     except (OSError, ValueError, KeyError) as error:
         raise MegapackError(

@@ -68,7 +68,9 @@ def run(args: argparse.Namespace) -> int:
     def show() -> None:
         for name, listed in findings.items():
             if name in named or any(finding.severity != "note" for finding in listed):
-                print(f"{name}: {'DAMAGED' if has_errors(listed) else 'sound'}")
+                codes = {finding.code for finding in listed if finding.severity == "error"}
+                verdict = "MISSING" if codes == {"missing"} else "DAMAGED" if codes else "sound"
+                print(f"{name}: {verdict}")
                 print_findings(listed)
 
     facts = {p: [dataclasses.asdict(f) for f in listed] for p, listed in findings.items()}

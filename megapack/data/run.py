@@ -39,6 +39,7 @@ from megapack.data.steps import (
 from megapack.errors import ConfigError
 from megapack.packing.sharded import SourceIndex, is_shard_manifest
 from megapack.records import read_record
+from megapack.storage import IndexedDataset
 from megapack.storage.address import is_remote
 from megapack.storage.files import atomic_write
 
@@ -307,10 +308,13 @@ class OpenRun(PlannedRun):
         name = section.blend or section.index
         assert name is not None  # DataConfig checked it
         if not (is_remote(name) or Path(name).exists()):
+            remedy = "give the full path with --set"
+            if section.prefix and not IndexedDataset.exists(section.prefix):
+                remedy = "name your data, --set data.prefix=PREFIX --set data.index=PREFIX.samples"
             raise FileNotFoundError(
                 f"there is no {name} (data.{'blend' if section.blend else 'index'}); relative "
                 f"paths begin at the current directory, {Path.cwd()}: change the directory, or "
-                "give the full path with --set"
+                f"{remedy}"
             )
         self.decisions = decided or read_decisions(config.run_dir)
         options: dict[str, Any] = {

@@ -21,6 +21,7 @@ from megapack.storage.metadata import BOUNDARY_TOKENS
 from megapack.storage.verify import Finding, has_errors, leftovers, verify
 
 _REMEDY = "pack the dataset again"
+_FIND = "check the path, or pack the dataset"
 
 
 def verify_samples(path: str, prefix: str | None = None, *, tokens: bool = True) -> list[Finding]:
@@ -47,7 +48,7 @@ def verify_samples(path: str, prefix: str | None = None, *, tokens: bool = True)
     except IndexMismatchError as error:
         findings.append(Finding("error", "samples-source", str(error), _REMEDY))
     except FileNotFoundError:
-        findings.append(Finding("error", "missing", f"{path} does not exist", _REMEDY))
+        findings.append(Finding("error", "missing", f"{path} does not exist", _FIND))
     return findings
 
 

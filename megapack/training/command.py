@@ -11,13 +11,9 @@ import faulthandler
 import os
 import socket
 import sys
-import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 from megapack.calls import nearest
 from megapack.command_line import Parser, add_program_options
@@ -29,6 +25,7 @@ from megapack.errors import (
     printable_output,
     redacted,
 )
+from megapack.hub import hub_answers
 from megapack.training.config import ModelConfig, PretrainConfig
 
 # Report all missing packages together, instead of the first import that fails.
@@ -117,7 +114,7 @@ def check_hub(model: ModelConfig) -> None:
     named = {key: name for key, name in named.items() if not Path(name).exists()}
     if isinstance(model.config, dict):
         named.pop("config", None)
-    if not named or _hub_answers():
+    if not named or hub_answers():
         return
     os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads it when it is imported
     from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415
@@ -135,24 +132,6 @@ def check_hub(model: ModelConfig) -> None:
                 "huggingface_hub, and the hub does not answer within a second: give a folder, or "
                 "connect this machine"
             )
-
-
-def _hub_answers() -> bool:
-    """Return whether the hub, or the proxy before it, accepts a connection within a second."""
-    if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE"):
-        return False
-    hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-    url = urlsplit(getproxies().get("https", hub))
-    answered = threading.Event()
-
-    def connect() -> None:  # in a thread: the look-up of a name has no timeout
-        with suppress(OSError), socket.create_connection((url.hostname, url.port or 443), 1):
-            answered.set()
-
-    thread = threading.Thread(target=connect, daemon=True)
-    thread.start()
-    thread.join(1)
-    return answered.is_set()
 
 
 _FOLDER = Path(__file__).parents[1] / "configs"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import AutoConfig, LlamaConfig
 
 from megapack.attention.leak_table import architectures, findings, main, read_configuration
 
@@ -54,6 +55,29 @@ def test_a_local_configuration_is_read_and_printed_as_a_table(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"{place}, bfloat16" and lines[1].split() == ["eager", "sdpa"]
     assert lines[2].split() == ["4-D", "mask", "safe", "safe"]
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its client would retry for half a minute."""
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("megapack.hub.getproxies", dict)
+    asked: list[dict[str, Any]] = []
+    real = AutoConfig.from_pretrained
+
+    def from_pretrained(*names: Any, **options: Any) -> Any:
+        asked.append(options)
+        return real(*names, **options)
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", from_pretrained)
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        assert main(["nobody/no-such-model"]) == 1
+    assert [options["local_files_only"] for options in asked] == [True]
+    assert "'nobody/no-such-model' is not an architecture" in capsys.readouterr().err
 
 
 def test_a_threshold_of_rope_between_documents_is_found() -> None:

@@ -170,7 +170,8 @@ def test_exit_status_and_debug_traceback(
 
     monkeypatch.setattr("megapack.cli.inspect.run", fail)
     said = printed("inspect", "corpus", *(["--debug"] if debug else []), status=status)
-    assert said.endswith(f"megapack-build inspect: error: {error}\n")
+    text = str(error).removeprefix("[Errno 2] ").replace("'", "")
+    assert said.endswith(f"megapack-build inspect: error: {text}\n")
     assert ("Traceback" in said and "in fail" in said) == debug
 
 

@@ -14,6 +14,7 @@ A file of 3 lines of 40 bytes, in shards of 50 bytes: the pieces are bytes [0, 5
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -26,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapack import _core
-from megapack.errors import ConfigError
+from megapack.errors import ConfigError, DataError
 from megapack.tokenization.corpus.documents import (
     Faults,
     Place,
@@ -236,6 +237,12 @@ def read_jsonl_blocks(piece: Piece, options: ReadOptions, faults: Faults) -> Ite
 
             def detail(row: int) -> str:
                 line = data[int(line_begin[row]) :].partition(b"\n")[0]  # noqa: B023 (called now)
+                if name := _chat_key(line, options):
+                    raise DataError(
+                        f"{block.place(row)}: {name!r} is a list of messages, and --json-key "  # noqa: B023
+                        f"{options.json_key} reads text: `tokenize` reads chats with "
+                        f"--messages-key {name}"
+                    )
                 return _line_detail(line, options)
 
             rows_of = {f: np.flatnonzero(status == i) for i, f in enumerate(_LINE_FAULTS, 1)}
@@ -262,6 +269,21 @@ def _with_extra_values(
         chats = TextBlock.of_texts(chats_of(block.strings(), values))
         block = dataclasses.replace(block, text=chats.text, offsets=chats.offsets)
     return block
+
+
+def _chat_key(line: bytes, options: ReadOptions) -> str | None:
+    """Return the key of a list of messages in a line without text under ``json_key``, or None."""
+    with contextlib.suppress(ValueError, RecursionError):
+        record = json.loads(line)
+        if not isinstance(record, dict) or options.values != "strings":
+            return None
+        missing = key_path(record, options.json_key) is None
+        for name in record if missing else record.keys() & {options.json_key}:
+            items = record[name]
+            first = items[0] if isinstance(items, list) and items else None
+            if isinstance(first, dict) and {"role", "from"} & first.keys():
+                return str(name)
+    return None
 
 
 def _line_detail(line: bytes, options: ReadOptions) -> str:

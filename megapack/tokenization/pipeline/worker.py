@@ -69,7 +69,7 @@ def open_coder(plan: Plan, limits: Limits = Limits()) -> Coder:  # noqa: B008
         return ChatCoder(chats.render_all, chats.code, plan.frame).code
     encoder = open_encoder(files, plan.backend, limits)
     if plan.chat_loss is not None:
-        headers = HeaderChats(encoder, plan.chat_loss, files.name)
+        headers = HeaderChats(encoder, plan.chat_loss, files)
         return ChatCoder(iter, headers.code, plan.frame).code
     fraction = config.verify_fraction
     reference = open_reference(files) if fraction > 0 else None

@@ -40,6 +40,7 @@ from megapack.tokenization.corpus.token_values import TokenValues
 from megapack.tokenization.tokenizers.encoders import Encoder
 from megapack.tokenization.tokenizers.limited import LimitError
 from megapack.tokenization.tokenizers.probe import first_difference
+from megapack.tokenization.tokenizers.tokenizer import TokenizerFiles
 
 T = TypeVar("T")
 Message = Mapping[str, Any]
@@ -300,6 +301,10 @@ class ChatCoder(Generic[T]):
 
 
 _START, _END, _EOT = _MARKERS = "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"
+TRAIN_WITH_MARKERS = (
+    "train one: megapack-build train-tokenizer --input ... --output chat.model --special-token "
+    f"{' '.join(map(repr, _MARKERS))}"
+)
 # Keys of a message that role headers cannot express.
 _NOT_IN_HEADERS = ("tool_calls", "reasoning_content", "thinking", "reasoning")
 
@@ -313,18 +318,20 @@ class HeaderChats:
     Tokenization, Sequence Packing, Padding Strategies, and Attention Masks", section 8.1.
     """
 
-    def __init__(self, encoder: Encoder, loss: ChatLoss, name: str) -> None:
-        """Raises ConfigError if the tokenizer (``name``) would split one of the three markers."""
+    def __init__(self, encoder: Encoder, loss: ChatLoss, files: TokenizerFiles) -> None:
+        """Raises ConfigError if the tokenizer (``files``) would split one of the three markers."""
         self._encoder = encoder
         self._loss = loss
-        for marker in _MARKERS:
-            ids = encoder.encode(TextBlock.of_texts([marker]))[0].tolist()
-            if marker not in [encoder.decode([token]) for token in ids]:
-                raise ConfigError(
-                    f"{name} has no token {marker}, which --chat-format headers writes: it would "
-                    f"be split into {len(ids)} pieces; choose a tokenizer that has it, train one "
-                    "with --special-token, or use --chat-format template"
-                )
+        ids = {marker: encoder.encode(TextBlock.of_texts([marker]))[0] for marker in _MARKERS}
+        split = [m for m in _MARKERS if m not in [encoder.decode([t]) for t in ids[m].tolist()]]
+        if split:
+            template = ", or use --chat-format template" if files.chat_templates else ""
+            raise ConfigError(
+                f"{files.name} has no token {' and no token '.join(split)}, which --chat-format "
+                f"headers writes: it would split {'them' if split[1:] else 'it'} into "
+                f"{sum(len(ids[marker]) for marker in split)} pieces; choose a tokenizer that has "
+                f"all three{template}, or {TRAIN_WITH_MARKERS}"
+            )
 
     def code(self, document: str) -> CodedChat:
         """Return the tokens of a document (JSON). Raises DataError if it is unusable."""

@@ -29,7 +29,14 @@ from megapack.tokenization.tokenizers.chat_template import (
     clock,
     normalized,
 )
-from megapack.tokenization.tokenizers.coding import ASSISTANT, Chat, ChatLoss, CodedChat, Message
+from megapack.tokenization.tokenizers.coding import (
+    ASSISTANT,
+    TRAIN_WITH_MARKERS,
+    Chat,
+    ChatLoss,
+    CodedChat,
+    Message,
+)
 from megapack.tokenization.tokenizers.encoders import load_tokenizers
 from megapack.tokenization.tokenizers.limited import LimitError, run_limited
 from megapack.tokenization.tokenizers.tokenizer import TokenizerFiles
@@ -217,13 +224,15 @@ def _open_templates(files: TokenizerFiles) -> dict[str, ChatTemplate]:
     if files.kind != "hf":
         raise ConfigError(
             f"{files.name} is a {files.kind} tokenizer; chat templates belong to a "
-            "tokenizer.json: use --chat-format headers"
+            "tokenizer.json: use --chat-format headers with a tokenizer that has the tokens of "
+            f"role headers, or {TRAIN_WITH_MARKERS}"
         )
     sources = files.chat_templates
     if "default" not in sources:
         raise ConfigError(
             f"{files.name} has no chat template (tokenizer_config.json or chat_template.jinja "
-            "in its directory); use --chat-format headers"
+            "in its directory): use --chat-format headers with a tokenizer that has the tokens of "
+            f"role headers, or {TRAIN_WITH_MARKERS}"
         )
     return {
         name: ChatTemplate(sources[name], f"the chat template of {files.name}")

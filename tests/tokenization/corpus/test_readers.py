@@ -315,6 +315,21 @@ def test_columns_of_messages_are_lists(tmp_path: Path) -> None:
     assert json.loads(text) == [{**message, "at": str(message["at"])}], "binary is a string as well"
 
 
+def test_chats_read_as_text_name_the_option(tmp_path: Path) -> None:
+    """Skipping them would drop the whole corpus."""
+    path = tmp_path / "x.jsonl"
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    write_jsonl(path, [{"id": 1, "chat": chat}])
+    for key in ("text", "chat"):
+        with pytest.raises(DataError, match=r"x\.jsonl:1: 'chat' is .*--messages-key chat$"):
+            read(path, json_key=key)
+    assert len(read(path, json_key="chat", values="lists")[0]) == 1
+    assert read(path, on_error="skip")[0] == []
+    write_jsonl(path, [{"id": 1, "notes": [{"page": 1}]}])
+    with pytest.raises(DataError, match=r"'text' is missing among: .*--on-error skip"):
+        read(path)
+
+
 def test_missing_key_names_the_option(tmp_path: Path) -> None:
     for path in both(tmp_path, [{"chats": [1], "url": "u"}]):
         with pytest.raises(DataError, match=r"'messages' is missing among: .*--messages-key"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from sentencepiece import sentencepiece_model_pb2
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from megapack import IndexedDataset
+from megapack.cli.main import main
 from megapack.errors import ConfigError, DataError
 from megapack.storage.columns import INTERPRETED
 from megapack.tokenization.corpus.documents import Faults, ReadOptions
@@ -114,12 +116,18 @@ def test_loss_of_role_headers_is_on_turns_or_contents(
 
 
 def test_role_headers_are_refused_without_marker_tokens(
-    tmp_path: Path, chats: Path, build_chats: Build, byte_json: str, sp_model: Path
+    tmp_path: Path, chats: Path, build_chats: Build, byte_json: str, sp_model: Path, corpus: Path
 ) -> None:
     """A marker was split into pieces: 19 bytes instead of <|start_header_id|>."""
     for tokenizer in ("bytes", sp_model):
-        with pytest.raises(ConfigError, match=r"has no token <\|start_header_id\|>.*pieces; "):
+        with pytest.raises(ConfigError, match=r"no token <\|start_header_id\|>.*pieces; ") as no:
             build_chats(chats, tokenizer, **HEADERS)
+        assert "--chat-format template" not in str(no.value), "it has no template"
+        command = str(no.value).partition("train one: megapack-build ")[2]
+    trained = tmp_path / "chat.model"
+    words = shlex.split(command.replace("...", str(corpus)).replace(trained.name, str(trained)))
+    assert main([*words, "--vocab-size", "400", "--sample-bytes", "200K"]) == 0
+    build_chats(chats, trained, **HEADERS, output_prefix=tmp_path / "trained")
     tree = json.loads(Path(byte_json).read_bytes())
     tree["added_tokens"] = [t for t in tree["added_tokens"] if t["content"] != "<|eot_id|>"]
     lacking = tmp_path / "lacking.json"
