@@ -44,8 +44,8 @@ def peak_flops(name: str) -> float | None:
     """Return the peak of a device by its driver's name ("NVIDIA H100 80GB HBM3") or its key in
     ``PEAK_FLOPS``; None if it is unknown."""
     words = name.lower().replace("-", " ")
-    # No digit may follow: an A1000 is not an A100.
-    known = [key for key in PEAK_FLOPS if re.search(rf"{key.replace('-', ' ')}(?!\d)", words)]
+    # No digit or letter may follow: an A1000 is not an A100, an A10G no A10.
+    known = [key for key in PEAK_FLOPS if re.search(rf"{key.replace('-', ' ')}(?![0-9a-z])", words)]
     return PEAK_FLOPS[max(known, key=len)] if known else None  # "h100-pcie" before "h100"
 
 

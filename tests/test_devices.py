@@ -29,6 +29,7 @@ def test_device_is_the_longest_name_inside_the_drivers(name: str, teraflops: flo
 
 def test_device_that_is_not_listed_has_no_peak() -> None:
     assert peak_flops("Intel Xeon") is None and peak_flops("NVIDIA RTX A1000 6GB") is None
+    assert peak_flops("h100x") is None and peak_flops("NVIDIA A10G") is None
     assert all(peak_flops(key) == peak for key, peak in PEAK_FLOPS.items())
 
 

@@ -258,7 +258,7 @@ def test_a_folder_of_which_most_would_be_skipped(tmp_path: Path) -> None:
     error = printed(*command, "--output-prefix", tmp_path / "out", status=2)
     assert "only 1 file (.txt 1) would be read, and 12 files (.py 12) skipped" in error
     remedies = re.findall(r"--suffix((?: \.\w+)+)", error)
-    assert remedies == [" .txt", " .txt .py"]
+    assert remedies == [" .txt", " .py", " .txt .py"]
     for remedy in remedies:
         printed(*command, "--output-prefix", tmp_path / remedy, "--suffix", *remedy.split())
     (corpus / "large.jsonl").write_text('{"text": "a long one"}\n' * 999)

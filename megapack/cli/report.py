@@ -128,7 +128,7 @@ def tiles(facts: RunFacts) -> Iterator[tuple[str, str, str]]:
     yield "training loss", loss, "mean of the last tenth"
     if facts.evaluations:
         last = facts.evaluations[-1]
-        yield "validation perplexity", f"{last['perplexity']:.4g}", f"after step {last['step'] - 1}"
+        yield "validation perplexity", f"{last['perplexity']:.4g}", f"after step {last['step']}"
     ranks = facts.starts[-1]["world_size"] if facts.starts else None
     unit = f"per second, {counted(ranks, 'rank')}" if ranks else "per second"
     yield "useful tokens", short(log.recent("useful_tokens_per_second")), unit
@@ -168,7 +168,7 @@ def checks(facts: RunFacts) -> Iterator[Check]:
     if log.skipped:
         text += f"; {counted(len(log.skipped), 'update')} skipped for gradients that are not finite"
     unscored = [
-        line["step"] - 1
+        line["step"]
         for line in facts.evaluations
         if not all(map(math.isfinite, (line["loss"], *line.get("source_loss", {}).values())))
     ]

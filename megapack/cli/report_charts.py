@@ -286,9 +286,7 @@ def loss(facts: RunFacts) -> Chart:
         entries.append((ORANGE, "validation loss"))
         for line in valid[:: -(-len(valid) // NUM_BINS)]:
             (marker,) = chart.axes.plot(line["step"] - 0.5, line["loss"], "o", color=ORANGE, ms=4)
-            chart.tip(
-                marker, f"after step {line['step'] - 1:,}: validation loss {line['loss']:.4f}"
-            )
+            chart.tip(marker, f"after step {line['step']:,}: validation loss {line['loss']:.4f}")
         top, bottom = (f(x, *(v["loss"] for v in valid)) for f, x in ((max, top), (min, bottom)))
     room = 0.08 * (top - bottom or 1.0)
     chart.axes.set_ylim(bottom - room, top + room)

@@ -166,7 +166,10 @@ def run(args: argparse.Namespace) -> None:
     if args.source.endswith((".yaml", ".yml")):
         steps, max_tokens = _steps_of_run(args, cluster)
     elif args.max_tokens is None:
-        raise ConfigError(f"{args.source} holds only lengths: give --max-tokens per micro batch")
+        raise ConfigError(
+            "--max-tokens is missing, the tokens per rank and micro batch (a .yaml of a run has "
+            f"them, {args.source} has not)"
+        )
     else:
         steps, max_tokens = list(_steps_of_lengths(args, cluster)), args.max_tokens
     rows = list(_simulate(steps, cluster, max_tokens, costs))

@@ -364,7 +364,7 @@ def _reasons(
         f"It splits {split} of the documents; {must} are longer than "
         f"{max(chosen.case.buckets):,} tokens and must be split.",
         f"{percent(metrics['padding_ratio'], None)} of its positions are padding, and a sample "
-        f"holds {metrics['concatenation_ratio']:.2f} documents on average.",
+        f"holds {metrics['concatenation_ratio']:,.4g} documents on average.",
     ]
     if metrics.get("num_groups"):
         of_all = 1 / metrics["num_groups"]

@@ -32,6 +32,7 @@ from megapack.training.model.memory import estimate_memory
 from megapack.training.model.opening import open_model
 from megapack.training.monitoring.monitor import segment_lengths
 from megapack.training.start import check_directory, check_newest, check_start
+from megapack.units import counted
 
 _ASSUMED_MFU = 0.4
 _FLOPS_STEPS = 64  # the FLOPs of the run are extrapolated from this many steps
@@ -245,7 +246,9 @@ def _time(run: float, num_steps: int, ranks: int, device: str | None, price: flo
     if peak is None:
         return f"{text}\ntime: unknown for this device; name one with --device (H100, A800, ...)"
     hours = run / (peak * ranks * _ASSUMED_MFU) / 3600
-    text += f"\ntime: {_duration(hours)} on {ranks} ranks at {_ASSUMED_MFU:.0%} MFU, assumed"
+    text += (
+        f"\ntime: {_duration(hours)} on {counted(ranks, 'rank')} at {_ASSUMED_MFU:.0%} MFU, assumed"
+    )
     if price is not None:
         text += f"\ncost: {hours * ranks * price:,.2f} at {price:g} per rank and hour"
     return text

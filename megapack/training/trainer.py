@@ -221,7 +221,7 @@ class Trainer:
                 )
                 stop, still_writing = answers or (False, True)
                 if stop:
-                    logger.warning("received a signal; saving after step %d", step)
+                    logger.warning("received a signal; saving after step %d", self.done)
                     return True
                 if not still_writing:
                     self.finish_save()
@@ -429,7 +429,7 @@ class Trainer:
         weights = decision.stage.weights or {}
         logger.info(
             "mixing after step %d: %s (losses: %s)",
-            *(self.done - 1, ", ".join(f"{n} {w:.4g}" for n, w in weights.items())),
+            *(self.done, ", ".join(f"{n} {w:.4g}" for n, w in weights.items())),
             decision.reason,
         )
         self.resume(self.decide(decision), self.done)
@@ -469,7 +469,7 @@ class Trainer:
         named = [f"{name} {part.perplexity:.4f}" for name, part in result.sources.items()]
         logger.info(
             "after step %d: validation perplexity %.4f%s",
-            *(self.done - 1, result.perplexity, f" ({', '.join(named)})" if named else ""),
+            *(self.done, result.perplexity, f" ({', '.join(named)})" if named else ""),
         )
         self.monitor.evaluation(self.done, self.tokens_seen, report)
         self.monitor.skip_time()

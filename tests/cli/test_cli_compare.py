@@ -365,7 +365,7 @@ def test_context_parallel_samples_run_on_groups_of_ranks(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "words", "message"),
     [
-        ("lengths.npy", (), "holds only lengths: give --max-tokens"),
+        ("lengths.npy", (), "--max-tokens is missing, the tokens per rank"),
         (
             "lengths.npy",
             ("--max-tokens", "600", "--linear-cost-tokens", "-1"),

@@ -143,7 +143,7 @@ def test_page_shows_all_facts(page: str) -> None:
     for said in (
         "step 60 of 100",
         f"training loss {sum(2 + 2 / (i + 1) for i in range(54, 60)) / 6:.4f}",
-        "validation perplexity 9 after step 39",
+        "validation perplexity 9 after step 40",
         "autopilot : rolled back 1 time (limit 10) and skipped 5 steps",
         "data order : 2 starts, documents and samples with the same fingerprints",
         "code : commit 0123456789ab",
@@ -161,7 +161,7 @@ def test_page_shows_all_facts(page: str) -> None:
     assert "stranger" not in text
     labels = re.findall(r'aria-label="([^"]+)"', page)
     assert len(labels) == len(set(labels)) == page.count("<svg ") == 12
-    assert "<title>after step 39: validation loss 2.2000</title>" in page
+    assert "<title>after step 40: validation loss 2.2000</title>" in page
     assert "<title>loss 9 at step 33, where 2.1 is usual</title>" in page
 
 
@@ -247,7 +247,7 @@ def test_page_begins_with_non_finite_loss_and_error(tmp_path: Path) -> None:
     first, second = re.findall(r"<li class='bad'>(.*?)</li>", page)
     assert first == "<b>ended</b>: lost rank 5"
     assert second.startswith("<b>losses</b>: NaN or infinite at 1 step, first 29; 1 update skipped")
-    assert second.endswith("; the validation loss is NaN or infinite after step 9")
+    assert second.endswith("; the validation loss is NaN or infinite after step 10")
 
 
 def test_speed_is_tokens_over_time(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def test_deepspeed_launcher_trains_two_ranks(
     launcher += ["--master_port", str(free_port()), "--module", "megapack.training.pretrain"]
     ranks = run_script(zygote, tmp_path / "log", *launcher, "--config", run.config)
     lines = ("opening the data", "probing whether", "step 1/4, loss ", "then a line every 2 steps")
-    ranks.succeed(*lines, "step 4/4", "validation perplexity")
+    ranks.succeed(*lines, "step 4/4", "after step 4: validation perplexity")
     assert [line["step"] for line in run.log] == [0, 1, 2, 3]
     assert len(list((run.dir / "batches").glob("rank_*.jsonl"))) == 2
     assert list((run.dir / "tensorboard").glob("events*"))

@@ -266,7 +266,7 @@ def _refuse_if_most_are_skipped(name: str, paths: list[str], others: list[str]) 
         raise ConfigError(
             f"directory {name}: only {_by_suffix(paths)} would be read, and "
             f"{_by_suffix(others)} skipped; give --suffix {read} to read only these"
-            + (f", or --suffix {read} {most}" if most else "")
+            + (f", or --suffix {most}, or --suffix {read} {most}" if most else "")
         )
 
 

@@ -217,6 +217,9 @@ class TokenizerFiles:
         raise ConfigError(f"{problem}; name it with --eod-token or --bos-token (special: {known})")
 
 
+_SUFFIXES = (".json", ".model", ".tiktoken")
+
+
 def _tokenizer_files(name: str) -> tuple[Path, ...]:
     path = Path(name)
     if path.is_dir():
@@ -229,11 +232,13 @@ def _tokenizer_files(name: str) -> tuple[Path, ...]:
     if comma and Path(vocab).is_file() and Path(merges).is_file():
         return Path(vocab), Path(merges)
     if not path.is_file():
+        is_name = path.suffix not in _SUFFIXES and not path.is_absolute() and len(path.parts) < 3
+        hub = f"; from a hub: hf download {name} --local-dir {path.name}" if is_name else ""
         raise ConfigError(
             f"no tokenizer at {name}; give a sentencepiece .model, a tokenizer.json, a "
-            "directory with one of them, or the word bytes (megapack downloads nothing)"
+            f"directory with one of them, or the word bytes (megapack downloads nothing){hub}"
         )
-    if path.suffix not in (".json", ".model", ".tiktoken"):
+    if path.suffix not in _SUFFIXES:
         raise ConfigError(f"{name}: a tokenizer is a .model or a tokenizer.json")
     return (path,)
 

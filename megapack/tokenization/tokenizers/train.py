@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from megapack.tokenization.corpus.inputs import InputFile
 from megapack.tokenization.corpus.readers import plan_shards, read_blocks
 
 _SLICE_BYTES = 1 << 20
+_FEWEST = 300  # ids of a vocabulary
 _MAX_SENTENCE_BYTES = 4096
 
 # Split of Llama 3's published tokenizer: contractions, runs of letters, up to three digits,
@@ -57,8 +59,10 @@ def train_tokenizer(
     text can fill, or if a special token is empty; and DataError if a document is faulty or the
     corpus has none.
     """
-    if vocab_size < 300:
-        raise ConfigError(f"vocabulary size {vocab_size} is below 300; single bytes alone need 256")
+    if vocab_size < _FEWEST:
+        raise ConfigError(
+            f"vocabulary size {vocab_size} is below {_FEWEST}; single bytes alone need 256"
+        )
     if "" in special_tokens:
         raise ConfigError("a special token is '' (empty): leave it out")
     path = target_of(output)
@@ -151,6 +155,12 @@ def _sentencepiece(
             minloglevel=2,
         )
     except RuntimeError as error:
+        if limit := re.search(r"value <= (\d+)", str(error)):
+            fewer = f"--vocab-size {limit[1]} or less, or " if int(limit[1]) >= _FEWEST else ""
+            raise ConfigError(
+                f"vocabulary size {vocab_size:,} is more than this text has pieces, {limit[1]}: "
+                f"give {fewer}more text"
+            ) from error
         raise ConfigError(f"sentencepiece cannot train: {error}; try a smaller --vocab-size") from (
             error
         )

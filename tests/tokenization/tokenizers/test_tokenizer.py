@@ -106,7 +106,8 @@ def test_special_token_by_id(bpe_json: Path) -> None:
 def test_invalid_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_text("x")
     for source, message in (
-        ("some/model", r"no tokenizer at some/model; .*downloads nothing"),
+        ("some/model", r"at some/model; .*nothing\); .* download some/model --local-dir model$"),
+        (tmp_path / "no.model", r"no tokenizer at .*downloads nothing\)$"),
         (tmp_path, r"contains no tokenizer: none of tokenizer\.json, "),
         (tmp_path / "x.txt", r"x\.txt: a tokenizer is"),
     ):
@@ -356,8 +357,12 @@ def test_untrainable_options_are_refused(tmp_path: Path, source_files: list[Inpu
     with pytest.raises(ConfigError, match="a special token is ''"):
         train(source_files, tmp_path / "x.model", special_tokens=("a", ""))
     (tmp_path / "small.txt").write_text("tiny corpus")
-    with pytest.raises(ConfigError, match=r"sentencepiece cannot train.*--vocab-size"):
+    with pytest.raises(ConfigError, match=r"size 5,000 is .* pieces, 290: give more text$"):
         train(find_inputs([str(tmp_path / "small.txt")]), tmp_path / "x.model", vocab_size=5000)
+    with pytest.raises(ConfigError, match=r"give --vocab-size (\d+) or less") as error:
+        train(source_files[:2], tmp_path / "x.model", vocab_size=2_000_000)
+    most = int(re.findall(r"--vocab-size (\d+)", str(error.value))[0])
+    train(source_files[:2], tmp_path / "most.model", vocab_size=most)
     (tmp_path / "empty.txt").write_text("")
     with pytest.raises(DataError, match="no documents to train"):
         train(find_inputs([str(tmp_path / "empty.txt")]), tmp_path / "x.model")
