@@ -426,7 +426,7 @@ def _bucket_rules(
         off, on = (_Outcome.of(counts, buckets, rules[name]) for name in ("off", "on"))
         promote = "on" if off.pads_too_much(tokens) and off.positions > on.positions else "off"
         decisions["promote"] = (
-            f"{promote}, as documents shorter than the largest bucket would be padded by "
+            f"{promote}: documents shorter than the largest bucket would be padded by "
             f"{off.padding(tokens)} without and by {on.padding(tokens)} with it"
         )
     if not refine:

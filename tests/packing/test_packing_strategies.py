@@ -248,7 +248,7 @@ def test_promote_auto_takes_the_better_choice() -> None:
     buckets = [128, 256, 512]
     for better, documents in (("off", short), ("on", no_short)):
         made = {how: pack(documents, buckets=buckets, promote=how) for how in ("on", "off", "auto")}
-        assert made["auto"].decisions["promote"].startswith(f"{better}, as ")
+        assert made["auto"].decisions["promote"].startswith(f"{better}: ")
         assert same_arrays(made["auto"], made[better])
         assert made["on"].decisions == made["off"].decisions == {}
 
