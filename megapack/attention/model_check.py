@@ -268,8 +268,9 @@ def _thresholds(tiny: Any, numbers: Mapping[Path, float], run: _Run) -> tuple[st
     if not groups or not _depends_on_row(tiny, groups, run):
         return ()
     for group in groups:
-        # Move the other thresholds out of reach.
+        # Move the other thresholds out of reach, if the configuration's class accepts that.
         others = _moves({p: numbers[p] for g in groups for p in g if p not in group}, 0)
+        others = _movable(tiny, run.build, others)
         base = _moved(tiny, others)
         if _runs(base, run.build, [group]) and _depends_on_row(base, [group], run):
             return (str(next(iter(group))[-1]),)

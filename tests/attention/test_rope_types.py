@@ -2,7 +2,7 @@
 
 For each architecture of transformers, each RoPE type, and documents on both sides of the type's
 position threshold: what ``check_architecture`` accepts must equal the documents run alone.
-One combination runs in the gate, all of them (more than an hour) in ``make test-all``.
+Two combinations run in the gate, all of them (more than an hour) in ``make test-all``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megapack.errors import ConfigError
 THRESHOLD, LONGEST_POSITION = 64, 256
 ROPE_TYPES = ["default", *sorted({*ROPE_INIT_FUNCTIONS} - {"default"})]
 LENGTHS = ([50, 20], [100, 20, 40])  # below the threshold; on both sides of it
-IN_GATE = {("llama", "dynamic")}
+IN_GATE = {("llama", "dynamic"), ("moshi", "dynamic")}
 ALL = [
     pytest.param(name, kind, marks=[] if (name, kind) in IN_GATE else pytest.mark.pages)
     for name in sorted({config.model_type for config in MODEL_FOR_CAUSAL_LM_MAPPING})
