@@ -24,6 +24,7 @@ from megapack.tokenization.tokenizers.encoders import (
     open_reference,
 )
 from megapack.tokenization.tokenizers.tokenizer import TokenizerFiles
+from megapack.tokenization.tokenizers.verified import _guarded_contents
 
 from ..helpers import encoded
 from ..random_tokenizers import (
@@ -107,6 +108,19 @@ def test_guarded_text_is_found_at_any_position() -> None:
     assert not has_guarded[[2, 3]].any()
     many = tuple(f"<x{i}>".encode() for i in range(40))
     assert documents_with(TextBlock.of_texts(["<x39>", "a", "b<x7>"]), many).tolist() == [1, 0, 1]
+
+
+def test_added_tokens_that_can_overlap_are_guarded() -> None:
+    """Which of two overlapping tokens is found depends on the order of the search."""
+
+    def guarded(*contents: str) -> set[bytes]:
+        tokens = [{"id": i, "content": content} for i, content in enumerate(contents)]
+        return {*_guarded_contents(tokens, {}, normalizes=False, plain_allowed=True)}
+
+    assert guarded("<a>", "<b>") == set()
+    assert guarded("<a", "a>", "<b>") == {b"<a", b"a>"}
+    assert guarded("aba", "<b>") == {b"aba"}, "it overlaps a copy of itself"
+    assert guarded("<a>", "x<a>y") == {b"<a>"}, "a search for the inner one finds both"
 
 
 def test_special_tokens_as_text_equal_split_special_tokens(tmp_path: Path, bpe_json: Path) -> None:
