@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -99,12 +100,14 @@ def judge(mutant: Mutant, root: Path) -> str:
         if text.count(mutant.old) != 1:
             return f"stale: its old text is {text.count(mutant.old)} times in {mutant.file}"
         path.write_text(text.replace(mutant.old, mutant.new))
-        return result_of(copy, mutant.tests.split(), mutant.file.startswith("csrc"), SECONDS)
+        return result_of(copy, shlex.split(mutant.tests), mutant.file.startswith("csrc"), SECONDS)
 
 
 def run(mutants: Sequence[Mutant], root: Path, jobs: int) -> bool:
     """Run mutants and print their results; return whether all were killed."""
-    paths = sorted({word for mutant in mutants for word in mutant.tests.split() if "/" in word})
+    paths = sorted(
+        {word for mutant in mutants for word in shlex.split(mutant.tests) if "/" in word}
+    )
     with copy_of(root) as copy:
         before = result_of(copy, paths, (root / "csrc").exists(), 8 * SECONDS)
         if before != "survived":
