@@ -173,7 +173,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
     args = parser.parse_args(argv)
     found = {}
     for name, trees in (("without trees", False), ("with trees", True)):
-        # A process of its own: the memory of one run is not reused by the other.
+        # Separate processes: a run must not reuse memory of the run before it.
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             found[name] = pool.apply(train, (args, trees))
         print("{}: {tokens:,} tokens, {seconds:.1f} s, {MiB:.0f} MiB".format(name, **found[name]))

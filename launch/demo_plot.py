@@ -39,8 +39,8 @@ CAPTION = (
     "{capacity:,} tokens; attention and labels continue into the next document. In buckets: only "
     "documents longer than the largest bucket are cut; each attends only to itself. Attention "
     "work: query-key pairs per token. Seconds: steps of the first seed, without evaluations and "
-    "starts. {parameters:.1f} million parameters, {tokens:,.0f} thousand tokens: too short to tell "
-    "which packing trains a better model (docs/concepts.md has longer runs)."
+    "starts. {parameters:.1f} million parameters, {tokens:,.0f} thousand tokens: too few to "
+    "compare the quality of the models (docs/concepts.md has longer runs)."
 )
 
 

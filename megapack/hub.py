@@ -1,4 +1,4 @@
-"""Whether the model hub can be reached: ``hub_answers()``, in a second where its client retries."""
+"""Connection to the model hub: ``hub_answers()`` takes a second; the client's retries a minute."""
 
 from __future__ import annotations
 

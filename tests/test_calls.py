@@ -34,7 +34,7 @@ def test_public_functions_write_out_their_arguments() -> None:
     def is_hidden(value: Callable[..., Any]) -> bool:
         try:
             parameters = inspect.signature(value).parameters.values()
-        except ValueError:  # a class without a constructor of its own
+        except ValueError:  # the class inherits a constructor written in C
             return False
         return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 

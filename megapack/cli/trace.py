@@ -326,7 +326,7 @@ def _answer_skipped(args: argparse.Namespace, config: PretrainConfig, opened: Op
                 console.write_line(f"step {number:,} of the run without this skip")
                 _print_segments(samples)
         if not facts:
-            console.write_line("the run has made no decision of its own")
+            console.write_line("the run made no decisions")
         for fact, run_before in zip(facts, runs_before, strict=True):
             rolled_back = " (rolled back by a later one)" if fact["void"] else ""
             console.write_line(

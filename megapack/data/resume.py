@@ -359,7 +359,7 @@ def check_record(
         allow_change: keys, sections of keys, or last parts of keys that may differ.
         is_branch: the run starts from another run's checkpoint in order to differ from there on:
             only the model, the tokenizer and the data must be the same.
-        option: name of ``allow_change`` in the message; None: there is no such option.
+        option: name of ``allow_change`` in the message; None: the host has no such option.
 
     Raises ResumeError for other differences; it names each with both values.
     """

@@ -138,7 +138,7 @@ def counted_ends(batch: Mapping[str, Any], documents: Documents, run: Any) -> li
                 counted = (tokens != 0).any(dim=1)
                 if not ids.is_floating_point() and int(ids.max()) < tokens.shape[1]:
                     # Cross-entropy has its lowest gradient at the label; the other tokens may have
-                    # an auxiliary loss, or a label of their own document.
+                    # an auxiliary loss, or a label inside the document.
                     counted &= tokens.argmin(dim=1) == ids.flatten().roll(-1)
                 return (counted.cpu() & ends).nonzero()[:, 0].tolist()
     tokens, labels = ids, batch.get("labels")

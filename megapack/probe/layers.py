@@ -275,7 +275,7 @@ def kind_of(
     """Return the kind of a leak that begins in a call of a module.
 
     Args:
-        call: None: no module leaks, so the loss does, or the target is not made of modules.
+        call: None: no module leaks, so the loss does, or the target has no modules.
         name: qualified name.
         alone: the document differs from itself alone; no change of another document shows.
         forward: from an earlier document to a later one.

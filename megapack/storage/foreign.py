@@ -435,7 +435,9 @@ def _tokenizer_beside(path: Path) -> str | None:
     try:
         name = json.loads(config.read_bytes()).get("name_or_path")
     except (ValueError, AttributeError, RecursionError) as error:
-        raise FormatError(f"{config} is no JSON object ({error}): restore or remove it") from error
+        raise FormatError(
+            f"{config} is not a JSON object ({error}): restore or remove it"
+        ) from error
     return name if isinstance(name, str) and name else str(config.parent)
 
 

@@ -6,7 +6,7 @@
     next(steps)["inputs"].shape    # -> (32, 2048), int32; 32 / data_parallel_size rows per process
     steps.get_state()              # JSON: {"step": 1, ...}; set_state continues there
 
-All rows have ``row_tokens`` tokens, whatever the bucket of the step, so XLA compiles one program.
+Rows of all buckets have ``row_tokens`` tokens, so XLA compiles one program.
 A loss that is ``sum(losses * (targets_segmentation != 0)) / sum(targets_segmentation != 0)`` over
 the global batch is the mean over all labels of the step, as in MaxText. docs/guides/jax.md.
 """

@@ -47,7 +47,7 @@ def packed_batches(
     """Yield inputs and targets, int64 (rows, row_tokens), of this rank, and the state before them.
 
     nanochat fetches the next batch before it saves a checkpoint, and loses that batch on resume.
-    With the state before the batch, the resumed run begins with it. The number of ranks must not
+    A resume from the state before the batch draws that batch again. The number of ranks must not
     change. Raises ResumeError if the order of samples differs, and ConfigError if the documents
     have token ids that the tokenizer lacks, or if a run repeats them too often (``max_epochs``).
     """
