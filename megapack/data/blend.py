@@ -200,7 +200,8 @@ class Stage:
     skip_steps: int = 0
     """Skip exactly the samples that steps ``from_step`` to ``from_step + skip_steps - 1`` draw in
     the run without this skip. Other stages may begin among these steps; the settings of this stage
-    apply to them. The samples count as seen and return in the next epoch."""
+    apply to them. Once step ``from_step`` is taken, a resume refuses new stages among them: they
+    would change what was skipped. The samples count as seen and return in the next epoch."""
     exclude: dict[str, str] | None = None
     """Source name -> file of document ids (.npy of integers, or text with one per line) to mask
     until the end of the run (``megapack.data.sources``)."""

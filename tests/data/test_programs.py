@@ -265,6 +265,9 @@ class Run:
         begin = self.step + int(self.random.integers(0, 8))
         if begin <= max((stage.from_step for stage in self.stages), default=0):
             return
+        # A stage inside the steps that an earlier one skips would change what was skipped.
+        if any(begin < stage.from_step + (stage.skip_steps or 0) for stage in self.stages):
+            return
         kinds = "reweight add remove tokens skip order exclude loss window"
         kind = self.random.choice(kinds.split())
         change: dict[str, Any] = {}

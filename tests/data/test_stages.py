@@ -539,6 +539,22 @@ def test_a_golden_state_is_written_and_resumed() -> None:
         other.check_state(golden)
 
 
+def test_a_new_stage_among_skipped_steps_is_refused_after_the_skip() -> None:
+    """It would change what the steps already taken skipped."""
+    index = [pack([16] * count, "bucket", buckets=(16,)) for count in (40, 24)]
+
+    def run(*later: Stage) -> Schedule:
+        how: dict[str, Any] = {"weights": [1.0, 1.0], "names": ["web", "code"]}
+        stages = (Stage(from_step=8, skip_steps=4), *later)
+        return Schedule(index, tokens_per_step=64, seed=1, stages=stages, **how)
+
+    among, behind = (run(Stage(from_step=at, weights={"code": 1.0})) for at in (10, 12))
+    assert among.resume_step(run().state_dict(8)) == 8
+    with pytest.raises(ResumeError, match=r"skipped was None and is"):
+        among.resume_step(run().state_dict(9))
+    assert behind.resume_step(run().state_dict(9)) == 9
+
+
 @pytest.mark.parametrize("state", [{}, {"step": -1}, {"model": 0}, {"step": 3, "epoch": 1}])
 def test_state_of_something_else_is_refused(state: dict[str, Any]) -> None:
     with pytest.raises(ResumeError, match=r"not the state of a schedule .*give what state_dict"):
