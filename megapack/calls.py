@@ -45,11 +45,12 @@ def given(arguments: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     return {name: arguments[name] for name in names if arguments[name] is not None}
 
 
-def checked_call(function: F) -> F:
+def checked_call(function: F, instead: Mapping[str, str] | None = None) -> F:
     """Check the names and types of arguments at every call.
 
     Scalars, literals and classes are checked. A sequence, mapping or array is only checked not to
-    be a scalar. numpy's numbers count as numbers; booleans do not.
+    be a scalar. numpy's numbers count as numbers; booleans do not. ``instead``: arguments that
+    users of similar functions try, and what to do instead.
 
     Raises ArgumentError, which is a ConfigError, a ValueError and a TypeError.
     """
@@ -75,7 +76,7 @@ def checked_call(function: F) -> F:
         try:
             arguments = signature.bind(*args, **kwargs).arguments
         except TypeError as error:
-            misfit = _misfit(subject, signature, args, kwargs, error)
+            misfit = _misfit(signature, args, kwargs, error, instead or {})
             raise ArgumentError(f"{subject}: {misfit}") from None
         for name, value in arguments.items():
             is_one = signature.parameters[name].kind not in _VARIADIC
@@ -114,26 +115,19 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-# Arguments of torch's DataLoader.
-_NOT_OF_LOADERS = {
-    "num_workers": "one thread prepares batches, and prefetch is the number of them: leave it out",
-    "shuffle": "order and seed belong to Schedule, which shuffles by default: leave it out",
-}
-
-
 def _misfit(
-    subject: str,
     signature: inspect.Signature,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     error: TypeError,
+    instead: Mapping[str, str],
 ) -> str:
     """Describe the first argument that does not fit a signature."""
     known = {name: p for name, p in signature.parameters.items() if name != "self"}
     for name in kwargs:
         if name not in known:
-            if subject == "build_loader" and name in _NOT_OF_LOADERS:
-                return f"unknown argument {name!r}; {_NOT_OF_LOADERS[name]}"
+            if name in instead:
+                return f"unknown argument {name!r}; {instead[name]}"
             listed = nearest(name, known) or f" (known: {', '.join(known)})"
             return f"unknown argument {name!r}{listed}"
     by_position = [name for name, p in signature.parameters.items() if p.kind < p.VAR_POSITIONAL]

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -178,7 +179,14 @@ def read_indices(dataset: PackedDataset) -> Iterator[None]:
 log = logging.getLogger(__name__)
 
 
-@checked_call
+# Arguments of torch's DataLoader.
+_INSTEAD = {
+    "num_workers": "one thread prepares batches, and prefetch is the number of them: leave it out",
+    "shuffle": "order and seed belong to Schedule, which shuffles by default: leave it out",
+}
+
+
+@partial(checked_call, instead=_INSTEAD)
 def build_loader(
     dataset: PackedDataset,
     schedule: Schedule,
