@@ -107,9 +107,10 @@ def other_tokens(tokens: Tensor, documents: Documents) -> Tensor:
     if not every:  # a rank that has only padding
         return following(tokens)
     both = [torch.stack([part[end] for part in every]) for end in (0, -1)]
-    kept = torch.cat([ids[:1] for ids in both if bool((ids == ids[0]).all())] or [both[0][:0]])
-    if any(bool(torch.isin(part, kept).all()) for part in every):
-        return following(tokens)
+    same = [ids[:1] for ids in both if bool((ids == ids[0]).all())]
+    kept = torch.cat(same or [both[0][:0]]).unique()
+    if high - low <= len(kept) or any(bool(torch.isin(part, kept).all()) for part in every):
+        return following(tokens)  # no other id is left, or a document has none that may change
     others = following(tokens)
     for _ in kept:
         others = torch.where(torch.isin(others, kept), following(others), others)
@@ -135,12 +136,15 @@ def counted_ends(batch: Mapping[str, Any], documents: Documents, run: Any) -> li
         for grad in grads:
             tokens = None if grad is None else per_token(grad, documents)
             if tokens is not None and bool((tokens != 0).any()):
-                counted = (tokens != 0).any(dim=1)
-                if not ids.is_floating_point() and int(ids.max()) < tokens.shape[1]:
-                    # Cross-entropy has its lowest gradient at the label; the other tokens may have
-                    # an auxiliary loss, or a label inside the document.
-                    counted &= tokens.argmin(dim=1) == ids.flatten().roll(-1)
-                return (counted.cpu() & ends).nonzero()[:, 0].tolist()
+                counted = (tokens != 0).any(dim=1).cpu()
+                if not ids.is_floating_point():
+                    # Cross-entropy has its lowest gradient at the label: an end without it has an
+                    # auxiliary loss, or a label inside its document. Hidden states have no labels.
+                    follows = tokens.argmin(dim=1).cpu() == ids.flatten().roll(-1).cpu()
+                    inside = counted & ~ends
+                    if 2 * int((inside & follows).sum()) > int(inside.sum()):
+                        counted &= follows
+                return (counted & ends).nonzero()[:, 0].tolist()
     tokens, labels = ids, batch.get("labels")
     if not isinstance(labels, Tensor) or labels.shape != tokens.shape or tokens.is_floating_point():
         return []

@@ -41,7 +41,8 @@ from megapack.probe.layers import (
 )
 from megapack.probe.report import Leak, LeakError, Report
 
-CODES = 20  # documents of which six groups separate every pair
+SETS = 6  # backward passes that look for leaks without a change of outputs
+CODES = math.comb(SETS, SETS // 2)  # documents of which these sets separate every pair
 NEAR = 8  # documents whose exact source is computed
 FEW = 8  # tokens at a document's begin or end that a convolution or a target reaches
 
@@ -537,12 +538,17 @@ def scaled(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
 
 
 def groups(count: int) -> list[Tensor]:
-    """Return sets of documents, bool (documents,). For any two of CODES consecutive documents, each
-    is in a set without the other (Sperner's theorem)."""
-    size = next(n for n in range(2, 7) if math.comb(n, n // 2) >= min(count, CODES))
+    """Return at most SETS sets of documents, bool (documents,).
+
+    Each of two documents is in a set without the other (Sperner's theorem) if their numbers differ
+    by less than CODES and have no multiple of CODES between them, or differ by an even number below
+    CODES. The passes with odd and even documents separate all odd distances.
+    """
+    size = next(n for n in range(2, SETS + 1) if math.comb(n, n // 2) >= min(count, CODES))
     sets = list(itertools.combinations(range(size), size // 2))
-    # Shift each sequence, so that at no distance (256: ids in a byte) all pairs share their sets.
-    codes = [sets[(n + 2 * (n // CODES) ** 2) % len(sets)] for n in range(count)]
+    # The square moves each run of CODES by an odd number, so that even distances keep apart, and
+    # by a different one, so that no distance below 10 x CODES always meets the same set.
+    codes = [sets[(n + (n // CODES) ** 2) % len(sets)] for n in range(count)]
     return [torch.tensor([number in code for code in codes]) for number in range(size)]
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megapack.probe import LeakError, probe
+from megapack.probe.detector import groups
 from probe.modules import Attention, Edge, Model, batch_of, numbers
 
 
@@ -189,6 +190,43 @@ def test_labels_of_another_document_are_a_leak() -> None:
         (leak,) = probe(model, wrong, loss=loss, call=call).leaks
         assert (leak.kind, leak.from_document, leak.to_document) == ("loss_mask", 1, 0)
         assert (leak.direction, leak.first_position) == ("backward", 4)
+
+
+def test_a_fused_loss_that_counts_labels_of_another_document_is_a_leak() -> None:
+    """A fused loss returns no logits; the entries of hidden states say nothing about labels."""
+    model = Model(ids=10)  # fewer ids than hidden states have entries
+
+    def loss(target: Any, batch: Any) -> Tensor:
+        hidden = {}
+        hook = target.norm.register_forward_hook(lambda *of: hidden.update(value=of[2]))
+        logits = target(batch["input_ids"], batch["cu_seqlens"])
+        hook.remove()
+        labels = batch["input_ids"][0, 1:].index_fill(0, torch.tensor(batch["masked"]).long(), -100)
+        return hidden["value"], nn.functional.cross_entropy(logits[0, :-1], labels)
+
+    for masked in ([4], []):
+        batch = {**batch_of([5, 6], ids=10), "masked": masked}
+        report = probe(model, batch, call=loss, loss=lambda output, batch: output[1])
+        assert [leak.kind for leak in report.leaks] == ([] if masked else ["loss_mask"])
+
+
+@pytest.mark.parametrize("content", [0, 7])
+def test_tokens_change_although_few_ids_occur(content: int) -> None:
+    """Documents of begin token 1, end token 2 and one other id, in which a model may find ends."""
+    batch = batch_of([4, 5, 6])
+    ids = torch.full((1, 15), content)
+    ids[0, [0, 4, 9]], ids[0, [3, 8, 14]] = 1, 2
+    assert not probe(Model(Edge(0, 2)), {**batch, "input_ids": ids}).ok
+
+
+def test_sets_of_documents_separate_pairs() -> None:
+    sets = torch.stack(groups(300)).T
+    same = (sets[:, None] == sets).all(dim=2)
+    near = [same.diagonal(distance) for distance in range(2, 20, 2)]
+    assert not any(bool(pairs.any()) for pairs in near)
+    assert not any(bool(same.diagonal(distance).all()) for distance in range(1, 200))
+    within = torch.stack([torch.arange(300) // 20 == part for part in range(15)]).float()
+    assert int(same.float().mul(within.T @ within).sum()) == 300  # each with itself
 
 
 def arguments(target: Any, batch: Any) -> Any:
