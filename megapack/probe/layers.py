@@ -33,6 +33,7 @@ from torch.nn.modules.module import (
 from megapack.probe.boundaries import Documents
 
 WIDTH = 4  # numbers per token
+TOGETHER = 64  # reduced tensors in one block of memory
 
 # Outputs at unchanged tokens may differ by this fraction of the largest difference at changed
 # tokens, because a mixture of experts may sum in another order, and half precision rounds.
@@ -130,7 +131,16 @@ class Recorder:
         """Record all calls of modules inside the ``with``."""
         found: list[Call] = []
         numbers: Counter[int] = Counter()
+        free: list[Tensor] = []
         active = True
+
+        def compact(value: Tensor) -> Tensor:
+            """Move a reduced tensor next to others. Between activations, thousands of small tensors
+            would divide the free memory into parts too small for the next pass."""
+            if not free:
+                places = documents.rows * documents.row
+                free.extend(torch.empty(TOGETHER, places, WIDTH, device=value.device).unbind())
+            return free.pop()[:, : value.shape[1]].copy_(value)
 
         def save(module: nn.Module, inputs: Any) -> None:
             del inputs
@@ -143,7 +153,7 @@ class Recorder:
             found = [x for x in tensors(value) if x.is_floating_point() != ids]
             self.dtypes.update(x.dtype for x in found)
             reduced = [per_token(x, documents) for x in found]
-            return [reduce(x) for x in reduced if x is not None]
+            return [compact(reduce(x)) for x in reduced if x is not None]
 
         def keep(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if isinstance(module, nn.Conv1d):
