@@ -81,10 +81,10 @@ def status(key):
 torch.set_num_threads(1)
 config = AutoConfig.for_model(
     "llama", hidden_size=128, intermediate_size=512, num_hidden_layers=8, num_attention_heads=8,
-    num_key_value_heads=8, vocab_size=4_000,
+    num_key_value_heads=8, vocab_size=8_000,
 )
 model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-ids, positions = torch.randint(3, 4_000, (1, 1024)), torch.arange(128).repeat(8)[None]
+ids, positions = torch.randint(3, 8_000, (1, 1024)), torch.arange(128).repeat(8)[None]
 batch = dict(input_ids=ids, position_ids=positions, use_cache=False)
 open("/proc/self/clear_refs", "w").write("5")  # the peak begins again
 before = status("VmRSS")
