@@ -115,6 +115,14 @@ class Recorder:
 
     def __enter__(self) -> None: ...
 
+    def save(self, modules: Iterable[nn.Module]) -> None:
+        """Keep copies of the buffers of modules that are not known yet."""
+        for module in modules:
+            if module._buffers and id(module) not in self.saved:
+                buffers = {k: v for k, v in module._buffers.items() if v is not None}
+                copies = {name: value.detach().clone() for name, value in buffers.items()}
+                self.saved[id(module)] = (module, buffers, copies)
+
     def __exit__(self, *_: object) -> None:
         """Free the graph; restore the buffers of modules, such as token counts of experts."""
         self.last = ()
@@ -144,10 +152,8 @@ class Recorder:
 
         def save(module: nn.Module, inputs: Any) -> None:
             del inputs
-            if module._buffers and id(module) not in self.saved and not is_compiling():
-                buffers = {k: v for k, v in module._buffers.items() if v is not None}
-                copies = {name: value.detach().clone() for name, value in buffers.items()}
-                self.saved[id(module)] = (module, buffers, copies)
+            if not is_compiling():
+                self.save([module])
 
         def small(value: Any, *, ids: bool = False) -> list[Tensor]:
             found = [x for x in tensors(value) if x.is_floating_point() != ids]
@@ -177,6 +183,8 @@ class Recorder:
             active = False  # recomputation of checkpoints calls modules again
             for hook in hooks:
                 hook.remove()
+                # torch leaves this mark, and then takes a slower path in every module.
+                nn.modules.module._global_forward_hooks_with_kwargs.pop(hook.id, None)
 
 
 class Gradients:
