@@ -106,7 +106,10 @@ def tokens_of(batch: Mapping[str, Any]) -> str:
     for name in TOKENS:
         if isinstance(batch.get(name), Tensor) and batch[name].dim() > 0:
             return name
-    raise LeakError(f"the batch has no tokens: none of {', '.join(TOKENS)} in {sorted(batch)}")
+    raise LeakError(
+        f"the batch has no tensor of tokens: none of {', '.join(TOKENS)} in {sorted(batch)}; name "
+        "it input_ids, and pass call= with a function that gives it to the model"
+    )
 
 
 def read_documents(batch: Mapping[str, Any], boundaries: Any = None) -> Documents:
@@ -118,6 +121,11 @@ def read_documents(batch: Mapping[str, Any], boundaries: Any = None) -> Document
         boundaries: a name in the batch, or a value; None: the known names of the batch.
     """
     tokens = batch[name := tokens_of(batch)]
+    if batch.get("decoder_input_ids") is not None:
+        raise LeakError(
+            "the batch has decoder_input_ids: the probe checks one sequence of documents; pass "
+            "functions that run the encoder alone, and the decoder with the same encoder outputs"
+        )
     shape = tokens.shape[:-1] if name == "inputs_embeds" else tokens.shape
     rows, row = (1, shape[0]) if len(shape) == 1 else (int(shape[0]), int(shape[1]))
     if isinstance(boundaries, str):
@@ -169,7 +177,7 @@ def _is_plain(mask: Tensor) -> bool:
 
 def _read(value: Any, form: str | None, rows: int, row: int, batch: Mapping[str, Any]) -> Tensor:
     """Return the document of every token."""
-    if isinstance(value, Sequence) and value and isinstance(value[0], Sequence | Tensor):
+    if isinstance(value, Sequence) and value and hasattr(value[0], "__len__"):
         parts = [torch.as_tensor(part).flatten() for part in value]  # lengths of every row
         value, form = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True), form or "lengths"
     value = torch.as_tensor(value).detach().cpu()
@@ -183,7 +191,9 @@ def _read(value: Any, form: str | None, rows: int, row: int, batch: Mapping[str,
         return _of_mask(value, rows, row)
     ends = value.long()
     if form == "lengths":
-        ends = pad(ends.cumsum(-1), (1, 0))
+        ends = ends.cumsum(-1)
+    if form == "lengths" or int(ends.flatten()[0]) > 0:  # ends without the first 0
+        ends = pad(ends, (1, 0))
     padded = batch.get("cu_seqlens_padded", batch.get("cu_seqlens_q_padded", ends))
     segments = SegmentPlaces.between(ends, padded if form == "cu_seqlens" else ends, row)
     if not len(segments.begins) or int((segments.begins + segments.lengths).max()) > rows * row:
@@ -243,34 +253,68 @@ def _of_mask(mask: Tensor, rows: int, row: int) -> Tensor:
 
 
 def alone(batch: Mapping[str, Any], documents: Documents, places: Tensor) -> dict[str, Any]:
-    """Return a batch of one row with the tokens of a document, which begins at position 0."""
-    rows, row, size = documents.rows, documents.row, len(places)
+    """Return a batch of one row with the tokens of a document, which begins at position 0 (or at
+    the lowest position of the batch). Entries that describe other things stay the same objects."""
+    return {name: _cut(batch, name, documents, places) for name in batch}
+
+
+def _cut(batch: Mapping[str, Any], name: str, documents: Documents, places: Tensor) -> Any:
+    """Return an entry of ``alone``, of the type of the batch's entry."""
+    rows, row, size, given = documents.rows, documents.row, len(places), batch[name]
     flat = batch[tokens_of(batch)].dim() == 1
-    begin = int(places[0]) % row
-    row_number = int(places[0]) // row
-    made: dict[str, Any] = {}
-    for name, value in batch.items():
-        if not isinstance(value, Tensor):
-            made[name] = size if name in LIKE_MAX else value
-        elif name in LIKE_CU_SEQLENS or name.endswith("_padded"):
-            ends = torch.tensor([0, size], dtype=value.dtype, device=value.device)
-            made[name] = ends if value.dim() == 1 else ends[None]
-        elif name in LIKE_MAX:
-            made[name] = value.new_tensor(size).expand(value.shape[:1] and (1,))
-        elif FORMS.get(name) == "lengths":
-            made[name] = torch.full_like(value.flatten()[:1], size)
-        elif FORMS.get(name) == "positions":
-            positions = torch.arange(size, dtype=value.dtype, device=value.device)
-            made[name] = (
-                positions.expand(*value.shape[:-2], 1, size) if value.dim() > 1 else positions
-            )
-        elif value.dim() >= 3 and value.shape[-2:] == (row, row):
-            part = value[row_number : row_number + 1] if value.shape[0] == rows else value
-            made[name] = part[..., begin : begin + size, begin : begin + size]
-        elif value.shape[:2] == (rows, row):
-            made[name] = value.flatten(0, 1)[places.to(value.device)][None]
-        elif flat and value.shape[:1] == (row,):
-            made[name] = value[places.to(value.device)]
-        else:
-            made[name] = value
-    return made
+    if name in LIKE_MAX and not isinstance(given, Tensor):
+        return size
+    if isinstance(given, Sequence) and given and hasattr(given[0], "__len__"):
+        return [[size]] if _form_in(batch, name, documents) == "lengths" else given
+    try:
+        value = torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError):
+        return given
+    form, index = _form_in(batch, name, documents), places.to(value.device)
+    if name in LIKE_MAX:
+        return value.new_tensor(size).expand(value.shape[:1] and (1,))
+    if form == "cu_seqlens":
+        first = value.flatten()[:1].clamp(max=0)
+        made = torch.cat([first, first + size])[int(value.flatten()[0] > 0) :]
+        made = made if value.dim() == 1 else made[None]
+    elif form == "lengths":
+        made = torch.full_like(value.flatten()[:1], size)
+    elif form == "positions":
+        every = value.expand(*value.shape[:-2], rows, row).flatten(-2)
+        lowest = every[..., (documents.of_token >= 0).to(value.device)].min()
+        made = every[..., index] - every[..., index[:1]] + lowest
+        made = made if value.dim() == 1 else made.unsqueeze(-2)
+    elif value.shape[-2:] == (row, row) and (value.dim() > 2 or rows != row):
+        begin, number = int(places[0]) % row, int(places[0]) // row
+        made = value[number : number + 1] if value.shape[0] == rows else value
+        made = made[..., begin : begin + size, begin : begin + size]
+    elif value.shape[:2] == (rows, row):
+        made = value.flatten(0, 1)[index][None]
+    elif value.shape[:1] == (rows * row,) and (value.dim() == 1 or flat):
+        made = value[index]
+    else:
+        return given
+    if isinstance(given, Tensor):
+        return made
+    return made.tolist() if isinstance(given, Sequence) else made.numpy().astype(given.dtype)
+
+
+def _form_in(batch: Mapping[str, Any], name: str, documents: Documents) -> str | None:
+    """Return the form of boundaries in an entry, also of one with an unknown name that describes
+    the documents of the batch; None for other entries."""
+    if name in LIKE_CU_SEQLENS or name.endswith("_padded"):
+        return "cu_seqlens"
+    rows, row = documents.rows, documents.row
+    try:
+        value = torch.as_tensor(batch[name])
+        if name in FORMS or value.is_floating_point() or value.numel() in (0, 1, rows * row):
+            return FORMS.get(name)
+        form = _form_of(value, rows, row)
+    except (TypeError, ValueError, RuntimeError):  # rows of unequal length are lengths
+        form = "lengths"
+    try:
+        of_token = _read(batch[name], form, rows, row, batch)
+    except Exception:
+        return None
+    fits = len({*of_token.tolist()} - {-1}) == len(documents.numbers)
+    return form if fits and _same(of_token, documents.of_token) else None

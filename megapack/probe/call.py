@@ -27,6 +27,8 @@ def call_target(target: Any, batch: Mapping[str, Any]) -> Any:
         return target(batch)
     takes = inspect.signature(unwrapped(target).forward).parameters
     if not any(one.kind is one.VAR_KEYWORD for one in takes.values()):
+        if not takes.keys() & batch.keys():
+            return target(batch)
         batch = {name: value for name, value in batch.items() if name in takes}
     return target(**batch)
 
@@ -135,9 +137,12 @@ def label_shift(tokens: Tensor, labels: Tensor) -> int:
     return int(int((labels[..., :-1] == tokens[..., 1:]).sum()) > same)
 
 
-def counted_ends(batch: Mapping[str, Any], documents: Documents, run: Any) -> list[int]:
+def counted_ends(
+    batch: Mapping[str, Any], documents: Documents, run: Any, *, labeled: bool
+) -> list[int]:
     """Return the last tokens of documents whose loss counts although another document follows in
-    the row: by the gradient of a loss of the whole batch, else by labels that are tokens."""
+    the row: by the gradient of a loss of the whole batch, else by labels that are tokens.
+    ``labeled``: the loss has labels even if its gradients do not show them."""
     of_token, row, ids = documents.of_token, documents.row, batch[tokens_of(batch)]
     ends = torch.zeros(len(of_token), dtype=torch.bool)
     ends[:-1] = (of_token[1:] != of_token[:-1]) & (of_token[1:] >= 0) & (of_token[:-1] >= 0)
@@ -156,6 +161,8 @@ def counted_ends(batch: Mapping[str, Any], documents: Documents, run: Any) -> li
                     inside = counted & ~ends
                     if 2 * int((inside & follows).sum()) > int(inside.sum()):
                         counted &= follows
+                    elif not labeled:
+                        return []  # such as an auxiliary loss
                 return (counted & ends).nonzero()[:, 0].tolist()
     tokens, labels = ids, batch.get("labels")
     if not isinstance(labels, Tensor) or labels.shape != tokens.shape or tokens.is_floating_point():

@@ -40,6 +40,7 @@ from megapack.probe.layers import (
     Call,
     Gradients,
     Recorder,
+    is_shifted,
     kind_of,
     names_of,
     per_token,
@@ -81,7 +82,7 @@ def probe(
         loss: maps output and batch to a loss per token or of the batch, to check what it counts.
         gradients: whether to check gradients, too.
         call: calls the target with a batch; None: ``target(**batch)`` for a module, with the
-            arguments that it takes, else ``target(batch)``.
+            arguments that it takes, else (also if it takes none of them) ``target(batch)``.
     """
     began = time.perf_counter()
     run = Passes(target, batch, boundaries=boundaries, loss=loss, call=call)
@@ -103,6 +104,7 @@ class Run:
         self.raw = raw
         found = [per_token(value, documents) for value in raw if value.is_floating_point()]
         self.outputs = [reduce(value).cpu() for value in found if value is not None]
+        self.shifted = any(is_shifted(value, documents) for value in raw)
         self.calls = calls
         self.graph = Gradients(documents)
         self.tokens = [value for value in found if value is not None and value.requires_grad]
@@ -163,8 +165,10 @@ class Passes:
         changes = [(half, self.run(self.changed(half | padding)), True) for half in halves]
         again = self.run(self.batch, seed=1, gradients=gradients, eager=True)
         self.measure(plain, changes, again)
-        # Compiled code calls no hooks: the eager pass shows where a leak begins.
-        base = again if is_compiled(self.target) else plain
+        # Compiled code calls no hooks, and the first pass of a pipeline calls modules for their
+        # shapes, too: then the last pass shows where a leak begins.
+        same_calls = len(plain.calls) == len(again.calls)
+        base = plain if same_calls and not is_compiled(self.target) else again
         found = [x for change in changes for x in self.affected(plain, *change)]
         found = merge(share(found))  # then all ranks take the same gradients
         if gradients and found:
@@ -270,7 +274,8 @@ class Passes:
         if not outputs:
             raise LeakError(
                 f"{self.name} returns no float tensor of {self.documents.rows} x "
-                f"{self.documents.row} tokens, so there is nothing to compare"
+                f"{self.documents.row} tokens, so there is nothing to compare; return losses, "
+                "logits or hidden states of all tokens, in the order of the batch"
             )
         if infinite:
             raise LeakError(
@@ -306,7 +311,9 @@ class Passes:
         changed = self.of_token.eq(found[0].from_document or 0)
         run = self.run(self.changed(changed), eager=True)
         exact = merge(share(self.affected(base, changed, run)))
-        if not exact and found[0].kind != "gradient" and bool((self.of_token < 0).any()):
+        if not exact and found[0].kind == "gradient":
+            return [self.seen_forward(leak, base, run, changed) for leak in found]
+        if not exact and bool((self.of_token < 0).any()):
             return [replace(leak, from_document=None) for leak in found]  # padding may be read
         if not exact:
             return found
@@ -315,6 +322,16 @@ class Passes:
         first = exact[0]
         rest = [x if x.layer else replace(x, layer=first.layer, kind=first.kind) for x in rest]
         return sorted(exact + rest, key=lambda leak: (leak.to_document, leak.rank or 0))
+
+    def seen_forward(self, leak: Leak, base: Run, run: Run, changed: Tensor) -> Leak:
+        """Return a leak of gradients with the kind of its layer if the forward pass leaks, too, by
+        less than rounding may explain, as small effects do in bfloat16."""
+        names = names_of(self.target, base.calls)
+        call = next((x for x in base.calls if names.get(id(x.module)) == leak.layer), None)
+        own = (self.of_token == leak.to_document) & ~changed
+        if dist_size() > 1 or call is None or not largest(run.difference(base), own):
+            return leak
+        return replace(leak, kind=kind_of(call, leak.layer or ""))
 
     def affected(
         self, plain: Run, changed: Tensor, run: Run, same: Tensor | bool = True
@@ -336,12 +353,12 @@ class Passes:
             later = [n for n in sources if n > number]
             # If only last tokens change, their labels or targets belong to the next document.
             last = int(self.documents.places(number)[-1])
-            at_end = (
-                later and int(places[0]) > last - FEW and len(self.documents.places(number)) > FEW
-            )
+            reach = min(FEW, len(self.documents.places(number)) // 2)
+            at_end = bool(later) and int(places[0]) > last - reach
             source = min(later) if at_end or not earlier else earlier[-1]
             size = float(difference[places].max())
-            leaks.append(self.leak(call, source, number, int(places[0]), size, local=local))
+            position, effect = int(places[0]), {"local": local, "at_end": at_end}
+            leaks.append(self.leak(call, source, number, position, size, **effect))
         return leaks
 
     def leak(
@@ -360,7 +377,7 @@ class Passes:
         if call is not None:
             layer = names_of(self.target, self.calls).get(id(call.module), "")
         forward = source is None or source < to
-        effect |= {"alone": source is None, "forward": forward, "losses": self.losses}
+        effect |= {"alone": source is None, "losses": self.losses}
         rank = dist.get_rank() if dist_size() > 1 else None
         return Leak(
             kind=kind or kind_of(call, layer or "", **effect),
@@ -407,22 +424,27 @@ class Passes:
 
     def alone_leaks(self, base: Run) -> list[Leak]:
         """Compare documents alone with the same ones in their row: the shortest, the longest, and
-        the first that does not begin a row."""
+        one that does not begin a row, nor at a multiple of a high power of two in it."""
         numbers = sorted(self.documents.numbers, key=lambda n: len(self.documents.places(n)))
-        inner = [n for n in numbers if int(self.documents.places(n)[0]) % self.documents.row]
+        begins = {n: int(self.documents.places(n)[0]) % self.documents.row for n in numbers}
+        # Chunks and windows, whose sizes are powers of two, differ most for odd begins.
+        inner = sorted(filter(begins.get, numbers), key=lambda n: begins[n] & -begins[n])
         leaks = []
         for number in dict.fromkeys([numbers[0], numbers[-1], *inner[:1]]):
             places = self.documents.places(number)
             one = Documents(torch.zeros(len(places), dtype=torch.int64), 1, len(places))
             try:
-                run = self.run(alone(self.batch, self.documents, places), eager=True, documents=one)
+                batch = alone(self.batch, self.documents, places)
+                run = self.run(batch, eager=True, documents=one)
                 difference = run.difference(base, places) / self.moved
             except Exception as error:
                 self.notes.append(
                     f"documents alone are not compared: {type(error).__name__}: {error}"
                 )
                 break
-            leaking = ((difference > self.allowed) & self.compared[places]).nonzero()[:, 0]
+            compared = self.compared[places]
+            compared[-1] &= not run.shifted
+            leaking = ((difference > self.allowed) & compared).nonzero()[:, 0]
             if not len(leaking):
                 continue
 
@@ -434,19 +456,25 @@ class Passes:
                 )
 
             # Positions, which are integers, may differ: then their embedding begins to differ.
-            begins = (
+            first = (
                 (ours, theirs)
                 for ours, theirs in self.pairs(base, run)
                 if leak(ours.outputs, theirs.outputs) and not leak(ours.inputs, theirs.inputs)
             )
-            call, other = next(begins, (None, None))
+            call, other = next(first, (None, None))
             made, kept = (call, other) if call and other else (run, base)
             one_factor = scaled(made.outputs, [value[places] for value in kept.outputs])
             position, size = int(places[leaking[0]]), float(difference.max())
             leak_alone = self.leak(call, None, number, position, size, scaled=one_factor)
+            uncut = [name for name in batch if uncut_list(batch[name], self.batch[name])]
             if leak_alone.kind == "expert_capacity":  # seen above unless rounding decides a tie
                 self.notes.append(
                     f"document {number} has other experts alone, in {leak_alone.layer}"
+                )
+            elif uncut:
+                self.notes.append(
+                    f"document {number} alone is not compared, because the probe cannot cut "
+                    f"{', '.join(uncut)} to it; pass cu_seqlens, position ids, ids or lengths"
                 )
             else:
                 leaks.append(leak_alone)
@@ -461,11 +489,19 @@ class Passes:
         size, error = torch.zeros(len(own)), None
         real = self.of_token >= 0
         try:
+            if not again.tokens or not again.graph.leaves:
+                raise LeakError(
+                    "the outputs have none at the embedded tokens; the target must be made of "
+                    "modules, without no_grad, inference_mode or vmap"
+                )
             sizes = again.graph.sizes(again.tokens, real & own[self.of_token], again.graph.leaves)
             of_token = torch.stack(sizes).amax(dim=0)
             size.scatter_reduce_(0, self.of_token[real], of_token[real], "amax")
+            if not size.isfinite().all():
+                raise LeakError("they are not finite, as they would be in training")
         except Exception as raised:
-            error = f"gradients are not checked: {type(raised).__name__}: {raised}"
+            name = "" if isinstance(raised, LeakError) else f"{type(raised).__name__}: "
+            error = f"gradients are not checked: {name}{raised}"
         ranks = [rank[0] for rank in share([(error, size)])]
         errors = [error for error, _ in ranks if error]
         if errors:
@@ -520,7 +556,8 @@ class Passes:
 
     def counted_leaks(self, again: Run) -> list[Leak]:
         """Return leaks of a loss that counts labels of another document."""
-        wrong = counted_ends(self.batch, self.documents, again)
+        labeled = self.loss is not None or self.batch.get("labels") is not None
+        wrong = counted_ends(self.batch, self.documents, again, labeled=labeled)
         after = [(place, int(self.of_token[place + 1])) for place in wrong]
         return [
             self.leak(None, source, int(self.of_token[place]), place, 1.0, kind="loss_mask")
@@ -529,6 +566,12 @@ class Passes:
 
 
 # ---- Numbers
+
+
+def uncut_list(value: Any, before: Any) -> bool:
+    """Return whether an entry of a single document is the whole list or tensor of the batch."""
+    several = hasattr(value, "__len__") and getattr(value, "ndim", 1) > 0 and len(value) > 1
+    return value is before and several and not isinstance(value, str)
 
 
 def largest_change(ours: Tensor, theirs: Tensor) -> Tensor:

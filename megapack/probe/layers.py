@@ -17,6 +17,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from functools import cache
 from itertools import islice
 from typing import Any, NamedTuple
@@ -50,6 +51,9 @@ def per_token(value: Tensor, documents: Documents) -> Tensor | None:
         value = value.flatten(0, 1)
     elif shape[:2] == (1, rows * row):
         value = value[0]
+    elif is_shifted(value, documents):
+        value = value.reshape(rows, row - 1, *shape[2 if shape[0] == rows else 1 :])
+        value = torch.cat([value, value.new_zeros(rows, 1, *value.shape[2:])], dim=1).flatten(0, 1)
     elif shape[:2] == (row, rows):
         value = value.transpose(0, 1).flatten(0, 1)
     elif value.dim() == 4 and shape[0] == rows and shape[2] == row:
@@ -59,6 +63,12 @@ def per_token(value: Tensor, documents: Documents) -> Tensor | None:
     elif shape[0] != rows * row:
         return None
     return value.reshape(rows * row, -1)
+
+
+def is_shifted(value: Tensor, documents: Documents) -> bool:
+    """Return whether a tensor lacks the last token of every row, as losses of next tokens do."""
+    rows, before = documents.rows, documents.row - 1
+    return value.shape[:2] == (rows, before) or value.shape[:1] == (rows * before,)
 
 
 def reduce(value: Tensor) -> Tensor:
@@ -80,7 +90,7 @@ def _signs(width: int, device: torch.device) -> Tensor:
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of nested lists, tuples, mappings and outputs with attributes."""
+    """Yield the tensors of nested lists, tuples, mappings, dataclasses and outputs with logits."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -89,6 +99,8 @@ def tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple):
         for part in value:
             yield from tensors(part)
+    elif is_dataclass(value):
+        yield from tensors([getattr(value, field.name) for field in fields(value)])
     elif hasattr(value, "logits"):
         yield from tensors([part for part in vars(value).values() if isinstance(part, Tensor)])
 
@@ -204,9 +216,10 @@ class Gradients:
         """Record a call; tensors computed from ids alone become leaves."""
         taken, made = self._floats(inputs), self._floats(outputs)
         if not taken:
-            self.leaves += [value.requires_grad_() for value in made]
+            self.leaves += [value.requires_grad_() for value in made if not value.is_inference()]
         first, last = (
-            [get_gradient_edge(x) for x in values if x.requires_grad] for values in (taken, made)
+            [get_gradient_edge(x) for x in values if x.requires_grad and not x.is_inference()]
+            for values in (taken, made)
         )
         self.calls.append((module, first, last))
 
@@ -285,7 +298,7 @@ def kind_of(
     name: str,
     *,
     alone: bool = False,
-    forward: bool = True,
+    at_end: bool = False,
     local: bool = False,
     scaled: bool = False,
     losses: bool = False,
@@ -296,7 +309,7 @@ def kind_of(
         call: None: no module leaks, so the loss does, or the target has no modules.
         name: qualified name.
         alone: the document differs from itself alone; no change of another document shows.
-        forward: from an earlier document to a later one.
+        at_end: only last tokens of documents change.
         local: only the first tokens of documents change.
         scaled: all outputs of the document change by one factor.
         losses: the target returns losses.
@@ -304,16 +317,16 @@ def kind_of(
     if scaled:
         return "row_statistics"
     if call is None and losses:
-        return "row_statistics" if forward else "loss_mask"
+        return "loss_mask" if at_end else "row_statistics"
     if call is None:
         return "position_ids" if alone else "attention_mask"
     words = f"{type(call.module).__name__} {name.rpartition('.')[2]}".lower()
     if alone and re.search(r"rotary|rope|embed|position|wpe", words):
         return "position_ids"
-    if not forward and re.search(_NAMES[0][1], name.lower()):
+    if at_end and re.search(_NAMES[0][1], name.lower()):
         return "mtp"
     if call.outputs[0].shape[1] == 1:  # losses
-        return "loss_mask"
+        return "loss_mask" if at_end else "row_statistics"
     children = " ".join(name for name, _ in call.module.named_modules()).lower()
     for kinds, text in ((_NAMES, words), (_CHILDREN, children)):
         for kind, pattern in kinds:

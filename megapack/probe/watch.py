@@ -27,7 +27,7 @@ from megapack.calls import checked_call
 from megapack.errors import MegapackWarning
 from megapack.probe.call import unwrapped
 from megapack.probe.detector import probe
-from megapack.probe.report import Report
+from megapack.probe.report import LeakError, Report
 
 
 class watch(ContextDecorator):  # noqa: N801  # read as a function, like contextlib's own
@@ -35,7 +35,8 @@ class watch(ContextDecorator):  # noqa: N801  # read as a function, like context
 
     Args:
         model: the module that the training loop calls; of several, the one called first is probed.
-        on_leak: ``raise`` LeakError, or ``warn`` with the report and continue.
+        on_leak: ``raise`` LeakError, or ``warn`` with the report (or the reason why there is none)
+            and continue.
         boundaries .. gradients: see ``probe``.
     """
 
@@ -60,8 +61,10 @@ class watch(ContextDecorator):  # noqa: N801  # read as a function, like context
         self._hooks = [self._hook(module) for module in model]
 
     def _hook(self, module: nn.Module) -> Any:
+        # Hooks of a compiled module would be compiled with it.
+        hook = torch.compiler.disable(self._probe)
         # Register before the hooks of FSDP, which gather the parameters for the real pass.
-        return module.register_forward_pre_hook(self._probe, prepend=True, with_kwargs=True)
+        return module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
     def remove(self) -> None:
         """Stop watching."""
@@ -91,11 +94,20 @@ class watch(ContextDecorator):  # noqa: N801  # read as a function, like context
         for name, parameter in signature.parameters.items():
             if parameter.kind is parameter.VAR_KEYWORD:
                 batch |= batch.pop(name, {})
-        self.report = probe(module, batch, call=lambda _, given: module(**given), **self._options)
-        if self._on_leak == "raise":
+        whole = [value for value in batch.values() if isinstance(value, Mapping)]
+        takes_batch = len(batch) == len(whole) == 1  # as one argument
+
+        def call(_: Any, given: Any) -> Any:
+            return module(given) if takes_batch else module(**given)
+
+        try:
+            given = whole[0] if takes_batch else batch
+            self.report = probe(module, given, call=call, **self._options)
             self.report.raise_if_leaking()
-        elif not self.report.ok:
-            warnings.warn(str(self.report), MegapackWarning, stacklevel=2)
+        except LeakError as error:
+            if self._on_leak == "raise":
+                raise
+            warnings.warn(str(error), MegapackWarning, stacklevel=2)
 
 
 class LeakCallback:

@@ -75,6 +75,37 @@ def test_a_leak_can_be_a_warning() -> None:
     assert watched.report is not None and not watched.report.ok
 
 
+def test_a_batch_that_cannot_be_probed_can_be_a_warning() -> None:
+    model = Decoder(Leaking)
+    watch(model, on_leak="warn")
+    with pytest.warns(MegapackWarning, match="the batch has no boundaries"):
+        with pytest.raises(KeyError, match="cu_seqlens"):  # of the model itself
+            model(BATCH["input_ids"])
+
+
+def test_a_model_that_takes_the_batch_is_watched() -> None:
+    class Whole(Decoder):
+        def forward(self, batch: Any) -> Tensor:  # type: ignore[override]
+            return super().forward(**batch)
+
+    model = Whole(Leaking)
+    watch(model)
+    with pytest.raises(LeakError, match=r"layers\.1\.self_attn"):
+        model(BATCH)
+
+
+@pytest.mark.parametrize("first", ["watch", "compile"])
+def test_a_compiled_model_is_watched(first: str) -> None:
+    model = Decoder(Leaking)
+    if first == "compile":
+        model.compile(backend="eager")
+    watch(model)
+    if first == "watch":
+        model.compile(backend="eager")
+    with pytest.raises(LeakError, match=r"layers\.1\.self_attn"):
+        model(**BATCH)
+
+
 def test_a_block_without_a_training_pass_warns() -> None:
     @watch(Decoder())
     def forgets() -> None:
