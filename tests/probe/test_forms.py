@@ -246,9 +246,10 @@ def test_a_leak_below_rounding_has_the_kind_of_its_layer() -> None:
 
     class Ripple(Attention):
         def forward(self, x: Tensor, **given: Any) -> Tensor:
-            mean = self.qkv(x)[:, : LENGTHS[0], :WIDTH].mean(dim=1, keepdim=True)
+            made: Tensor = super().forward(x, **given)
+            mean = made[:, : LENGTHS[0]].mean(dim=1, keepdim=True)
             after = (torch.arange(x.shape[1]) >= LENGTHS[0])[:, None]
-            return super().forward(x, **given) + 1e-5 * (1e5 * mean).sin() * after
+            return made + 1e-5 * (1e5 * mean).sin() * after
 
     leak = probe(Decoder(Ripple), ROW).leaks[0]
     assert (leak.kind, leak.layer) == ("attention_mask", "layers.1.self_attn")
