@@ -6,6 +6,7 @@ Errors say ``...; set NAME to VALUE, or NAME to VALUE and NAME to VALUE``, ``did
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import re
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import zstandard
 from commands import build, printed
 
 from megapack import (
@@ -247,18 +249,32 @@ def test_a_recipe_without_its_data(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     Inputs(read_config("demo_cpu", [each.replace("PREFIX", "mine") for each in settings]))
 
 
-def test_a_folder_of_which_most_would_be_skipped(tmp_path: Path) -> None:
-    """A folder of code with a few texts is refused; notes next to data are not."""
+@pytest.mark.parametrize(
+    ("taken", "skipped", "remedies"),
+    [
+        ("notes.txt", ".py", [" .txt", " .py", " .txt .py"]),
+        ("NOTES.TXT", ".Py", [" .txt", " .py", " .txt .py"]),
+        ("notes.txt.zstd", ".rst.GZ", [" .txt.zstd", " .rst.gz", " .txt.zstd .rst.gz"]),
+        ("notes.txt", ".5 [a copy]", [" .txt"]),
+    ],
+    ids=["code", "upper case", "compressed", "no suffix"],
+)
+def test_a_folder_of_which_most_would_be_skipped(
+    tmp_path: Path, taken: str, skipped: str, remedies: list[str]
+) -> None:
+    """A folder of code with a few texts is refused; notes next to data are not. A broken link among
+    the skipped files has no size."""
     corpus = tmp_path / "corpus"
     corpus.mkdir()
-    for i in range(12):
-        (corpus / f"{i}.py").write_text("print('some code')\n" * 9)
-    (corpus / "notes.txt").write_text("a note\n")
+    compress = {".zstd": zstandard.compress, ".GZ": gzip.compress}
+    for name in (taken, *(f"{i}{skipped}" for i in range(12))):
+        text = f"some words of {name}\n".encode() * 9
+        (corpus / name).write_bytes(compress.get(Path(name).suffix, bytes)(text))
+    (corpus / "dangling.log").symlink_to(tmp_path / "missing")
     command = ["tokenize", "--input", corpus, "--tokenizer", "bytes"]
     error = printed(*command, "--output-prefix", tmp_path / "out", status=2)
-    assert "only 1 file (.txt 1) would be read, and 12 files (.py 12) skipped" in error
-    remedies = re.findall(r"--suffix((?: \.\w+)+)", error)
-    assert remedies == [" .txt", " .py", " .txt .py"]
+    assert "only 1 file (" in error and " would be read, and 13 files (" in error
+    assert re.findall(r"--suffix((?: \.[\w.]+)+)", error) == remedies
     for remedy in remedies:
         printed(*command, "--output-prefix", tmp_path / remedy, "--suffix", *remedy.split())
     (corpus / "large.jsonl").write_text('{"text": "a long one"}\n' * 999)
