@@ -234,7 +234,7 @@ def test_names_of_a_hub_that_does_not_answer_are_refused_before_torch_is_importe
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")  # the check sets it, and this restores it
-    monkeypatch.setattr("megapack.hub.getproxies", dict)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
