@@ -197,6 +197,27 @@ def test_ranks_that_do_not_divide_a_step(ranks: int, fitting: int) -> None:
         assert f"{problem}32768; set tokens_per_step to {fitting}, or" in str(error.value)
 
 
+@pytest.mark.parametrize("group", [1, 2, 3, 4])
+def test_ranks_that_do_not_divide_a_step_in_groups(group: int) -> None:
+    """The sizes of a configuration are checked before its data are opened."""
+
+    def check(data_parallel_size: int, **sizes: Any) -> None:
+        config = DataConfig(prefix="docs", index="docs.samples", **sizes)
+        config.check_ranks(data_parallel_size, group)
+
+    num_applied = sum(
+        applied(
+            check,
+            data_parallel_size=group * groups,
+            tokens_per_step=step,
+            micro_batch_tokens=tokens,
+        )
+        for groups, step, tokens in itertools.product((5, 7, 9), (16, 20, 24, 36), (1, 2, 4))
+        if step % tokens == 0
+    )
+    assert num_applied > 10
+
+
 KEYS = ("data.tokens_per_step", "data.micro_step_tokens", "data.micro_batch_tokens")
 
 

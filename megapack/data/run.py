@@ -128,6 +128,7 @@ class DataConfig(StepConfig):
             problem,
             [self],
             num_ranks=num_ranks,
+            sequence_parallel_size=sequence_parallel_size,
             tokens=self.micro_batch_tokens,
             pad_last=self.pad_last,
         )
