@@ -6,7 +6,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -14,10 +14,10 @@ import torch
 
 import megapack
 from megapack import BucketBatchSampler, IndexedDatasetBuilder, PackedDataset, Schedule, pack
-from megapack.calls import checked_call, given, nearest
+from megapack.calls import checked_call, nearest, without_none
 from megapack.data import ScheduleConfig, build_loader
 from megapack.errors import ArgumentError, ConfigError
-from megapack.packing.strategies import PARAMETERS
+from megapack.packing.strategies import PARAMETERS, STRATEGIES
 
 PACKAGES = ("storage", "packing", "planning", "compare", "data", "attention", "probe")
 PASSED_ON = {"flex_block_mask"}  # to a function of torch
@@ -68,6 +68,12 @@ def test_arguments_of_pack_are_the_parameters_of_the_strategies() -> None:
         *("lengths", "strategy", "buckets", "seed", "threads", "alignment", "fim_room"),
         *("match_repetition", "groups", "tokens", "preset", "progress"),
     }
+    hints = get_type_hints(pack)
+    with_choices = [p for s in STRATEGIES.values() for p in s.parameters if p.choices]
+    assert len(with_choices) >= 5
+    for parameter in with_choices:
+        literal = next(h for h in get_args(hints[parameter.name]) if get_args(h))
+        assert get_args(literal) == parameter.choices, parameter.name
 
 
 @checked_call
@@ -86,7 +92,7 @@ def build(
     **more: int,
 ) -> dict[str, Any]:
     """Return what was given."""
-    return {**given(locals(), ("order", "device")), "steps": steps, **more}
+    return {**without_none(locals(), ("order", "device")), "steps": steps, **more}
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import zstandard
 from commands import build, printed
+from programs import PYTHON, ended
 
 from megapack import (
     BucketBatchSampler,
@@ -223,7 +224,7 @@ KEYS = ("data.tokens_per_step", "data.micro_step_tokens", "data.micro_batch_toke
 
 @pytest.mark.parametrize(("key", "value"), itertools.product(KEYS, (1, 1000, 3000, 12288)))
 def test_sizes_on_the_command_line(key: str, value: int) -> None:
-    """With a recipe, the error names --set, not the recipe; a second --set is the remedy."""
+    """The error names --set, not the file of the recipe; another --set repairs it."""
     override = f"{key}={value}"
 
     def read(**settings: Any) -> None:
@@ -336,8 +337,10 @@ def test_words_of_the_command_line(words: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("words", [("--data-prefix", "text"), ("text",)], ids=len)
 def test_buckets_separated_by_spaces(words: tuple[str, ...]) -> None:
-    error = printed("pack", *words, "--buckets", "512", "1024", status=2)
-    assert "--buckets 512 1024: separate them by commas, 512,1024" in error
+    with_commas = "--buckets 512 1024: separate them by commas, 512,1024"
+    assert with_commas in printed("pack", *words, "--buckets", "512", "1024", status=2)
+    pretrain = [*PYTHON[:1], "-m", "megapack.training.pretrain", "--buckets", "512", "1024"]
+    assert with_commas in ended(*pretrain, status=2).stderr
 
 
 def test_a_missing_file_next_to_a_similar_one(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megapack import _core
-from megapack.calls import checked_call, given
+from megapack.calls import checked_call, without_none
 from megapack.data.batch import (
     Batch,
     BatchLayout,
@@ -168,7 +168,7 @@ class PackedDataset(_Dataset):
         fim_rates: Sequence[float | None] | None = None,
         columns: Sequence[str] | Mapping[str, str] | None = None,
     ) -> None:
-        settings = given(locals(), (field.name for field in fields(Mixture)))
+        settings = without_none(locals(), (field.name for field in fields(Mixture)))
         if attention == "group" and positions == "document":
             raise ConfigError(
                 "positions: document restarts positions inside a group, attention: group continues "

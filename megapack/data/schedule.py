@@ -39,7 +39,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from megapack.calls import checked_call, given
+from megapack.calls import checked_call, without_none
 from megapack.data import resume
 from megapack.data.blend import Mixture, Stage
 from megapack.data.bucket_streams import (
@@ -447,7 +447,9 @@ class Schedule:
         row_tokens: int | None = None,
         cost_window: int | None = None,
     ) -> None:
-        fields = given(locals(), (field.name for field in dataclasses.fields(ScheduleConfig)))
+        fields = without_none(
+            locals(), (field.name for field in dataclasses.fields(ScheduleConfig))
+        )
         if config is not None and fields:
             raise ConfigError(
                 f"{', '.join(fields)} are given next to config, which contains them: give one of "

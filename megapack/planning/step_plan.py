@@ -307,8 +307,6 @@ def plan_step(
             raise ValueError(
                 f"{name} has shape {array.shape}; give one row for each of {len(tokens)} documents"
             )
-    if group_ids.size and group_ids.dtype.kind not in "iu":
-        raise ValueError(f"groups has dtype {group_ids.dtype}; it must be integers")
     num_micro_batches, first_rank, degree, micro_batch = _core.plan_step(
         tokens,
         np.ascontiguousarray(cost_array).ravel(),
