@@ -58,6 +58,7 @@ from megapack.data.stage_settings import Program, StageSettings, spans, tokens_b
 from megapack.data.steps import DrawOrder, ScheduleConfig, StepView, fold_key, order_named
 from megapack.errors import ArgumentError, ConfigError
 from megapack.packing.sharded import SourceIndex, is_shard_manifest
+from megapack.units import counted
 
 Ids = NDArray[np.int64]
 log = logging.getLogger(__name__)
@@ -496,7 +497,7 @@ class Schedule:
         buckets = f"{self.capacities[0]:,} to {self.capacities[-1]:,}"
         return (
             f"Schedule({self.config.tokens_per_step:,} tokens per step of buckets {buckets}, "
-            f"{self.num_steps():,} steps per epoch)"
+            f"{counted(self.num_steps(), 'step')} per epoch)"
         )
 
     # --- counting -------------------------------------------------------------------------------

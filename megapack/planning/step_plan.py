@@ -35,7 +35,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from megapack import _core
 from megapack.calls import checked_call
-from megapack.units import checked_integer
+from megapack.units import checked_integer, counted
 
 __all__ = ["CriticalPath", "StepPlan", "plan_step"]
 
@@ -87,6 +87,13 @@ class StepPlan:
     first_rank: Integers
     degree: Integers
     micro_batch: Integers
+
+    def __repr__(self) -> str:
+        return (
+            f"StepPlan({counted(len(self.lengths), 'document')}, "
+            f"{counted(int(self.lengths.sum()), 'token')}, {counted(self.num_ranks, 'rank')}, "
+            f"{counted(self.num_micro_batches, 'micro step')})"
+        )
 
     def of_rank(self, rank: int) -> list[Integers]:
         """Return a rank's documents (whole or shared) by micro batch. Raises ValueError."""

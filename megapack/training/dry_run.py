@@ -1,4 +1,4 @@
-"""Plan of a run as text: model, steps, buckets, memory, time and cost.
+"""Plan of a run as text or JSON: model, steps, buckets, memory, time and cost.
 
 steps: 20,000 (200 of warmup), 4,312 per epoch
 tokens: 62,914,560,000 (3,145,728 per step)
@@ -8,9 +8,10 @@ time: 96.2 hours on 8 ranks at 40% MFU, assumed
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from json import dumps
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from megapack.training.engine.deepspeed_config import deepspeed_configuration, d
 from megapack.training.engine.directory import RunDirectory
 from megapack.training.engine.inputs import Inputs, check_run, steps_from_lengths
 from megapack.training.model.flops import ModelFlops, peak_of
-from megapack.training.model.memory import estimate_memory
+from megapack.training.model.memory import MemoryEstimate, estimate_memory
 from megapack.training.model.opening import open_model
 from megapack.training.monitoring.monitor import segment_lengths
 from megapack.training.start import check_directory, check_newest, check_start
@@ -48,14 +49,16 @@ def dry_run(
     buckets: Sequence[int] | None = None,
     gpu_price: float | None = None,
     show_config: bool = False,
+    json: bool = False,
 ) -> str:
-    """Return the plan of a run as text, without computing on a device.
+    """Return the plan of a run, without computing on a device.
 
     Args:
         device: accelerator that the time is estimated for; None: that of this machine.
         lengths: document lengths (``read_lengths``) instead of the data; None: open the data.
         buckets: capacities that these documents are packed into.
         gpu_price: price of one device per hour.
+        json: return JSON (sizes in bytes, times in hours) instead of text.
 
     Raises the errors that would stop the run at its start.
     """
@@ -84,11 +87,45 @@ def dry_run(
     total = _flops_of_run(steps, ranks, flops)
     schedule, rate = steps.schedule, config.learning_rate
     micro_steps = -(-config.data.tokens_per_step // (config.data.micro_batch_tokens * ranks))
-    # Table of sources, or repeated documents of a single source.
     plan = plan_run(schedule, steps.num_steps)
-    sources = [plan.table()] if len(schedule.samples.indices) > 1 else often_repeated(plan)
     knows_labels = isinstance(steps, Inputs)
     unlabeled = steps_without_labels(schedule, steps.num_steps) if knows_labels else None
+    balance = _balance(config, steps, ranks, flops)
+    zero = deepspeed_configuration(config, ranks)["zero_optimization"]
+    memory = estimate_memory(model, config, ranks, longest=schedule.capacities[-1], zero=zero)
+    peak = peak_flops(device) if device is not None else peak_of(local_device)
+    hours = None if peak is None else total / (peak * ranks * _ASSUMED_MFU) / 3600
+    cost = None if hours is None or gpu_price is None else hours * ranks * gpu_price
+    if json:
+        facts = {
+            "model": {
+                "description": model.description,
+                "parameters": model.num_parameters,
+                "vocab_size": architecture.vocab_size,
+                "attention": attention.name,
+            },
+            "num_steps": steps.num_steps,
+            "warmup_steps": rate.warmup(steps.num_steps),
+            "steps_per_epoch": steps.steps_per_epoch,
+            "epochs": schedule.epochs(steps.num_steps),
+            "tokens": schedule.tokens_before(steps.num_steps),
+            "ranks": ranks,
+            "micro_steps": micro_steps,
+            "stages": [dataclasses.asdict(stage) for stage in plan.stages],
+            "sources": [source._asdict() for source in plan.datasets],
+            "busiest_rank_over_mean": dict(zip(("step", "micro_step"), balance, strict=True)),
+            "warnings": [*often_repeated(plan), *([unlabeled] if unlabeled else [])],
+            "zero_stage": config.engine.stage,
+            "memory": {**memory.parts, "together": memory.total, "on its host": memory.on_host},
+            "flop": total,
+            "hours": hours,
+            "mfu": _ASSUMED_MFU,
+            "cost": cost,
+            **({"config": to_dict(config)} if show_config else {}),
+        }
+        return dumps(facts, indent=2)
+    # Table of sources, or repeated documents of a single source.
+    sources = [plan.table()] if len(schedule.samples.indices) > 1 else often_repeated(plan)
     stages = (
         _stage(config, stage, end, ranks, schedule.settings_at(stage.begin).window)
         for stage, end in schedule.spans(steps.num_steps)
@@ -103,13 +140,16 @@ def dry_run(
         f"tokens: {schedule.tokens_before(steps.num_steps):,} "
         f"({config.data.tokens_per_step:,} per step)\n"
         f"epochs: {schedule.epochs(steps.num_steps):.3f}",
-        "\n".join(stages) + _balance(config, steps, ranks, flops),
+        "\n".join(stages)
+        + "\nwork of the busiest rank over the mean, predicted: "
+        "{:.4f} per step, {:.4f} per micro step".format(*balance),
         *sources,
         *([unlabeled] if unlabeled else []),
         *_packed(schedule),
         describe_reduction(config.engine, model.num_parameters, ranks, micro_steps),
-        _memory(config, model, steps, ranks),
-        _time(total, steps.num_steps, ranks, device, gpu_price),
+        _memory(config, memory),
+        f"arithmetic: {total:.3e} FLOP ({total / steps.num_steps:.3e} per step)\n"
+        + _time(hours, ranks, cost, gpu_price),
     ]
     if show_config:
         sections.append(yaml.safe_dump(to_dict(config), sort_keys=False).rstrip())
@@ -135,19 +175,18 @@ def _packed(schedule: Schedule) -> list[str]:
     return ["\n".join(rows)] if rows else []
 
 
-def _balance(config: PretrainConfig, plan: PlannedRun, ranks: int, flops: ModelFlops) -> str:
-    """Return the predicted work of the busiest rank over the mean, for steps of the whole run."""
+def _balance(
+    config: PretrainConfig, plan: PlannedRun, ranks: int, flops: ModelFlops
+) -> tuple[float, float]:
+    """Return the predicted work of the busiest rank over the mean, per step and per micro step,
+    for steps of the whole run."""
     sampler = plan.sampler(0, ranks)
     linear = flops.linear_cost_tokens * config.data.micro_batch_tokens
     busiest = np.zeros(3)  # busiest rank of a step, busiest of every micro step, mean of ranks
     for step in np.unique(np.linspace(0, plan.num_steps - 1, _BALANCE_STEPS).astype(int)).tolist():
         work = sampler.attention_of_ranks(step) + linear
         busiest += work.sum(axis=0).max(), work.max(axis=1).sum(), work.sum() / ranks
-    per_step, per_micro_step = busiest[:2] / busiest[2]
-    return (
-        f"\nwork of the busiest rank over the mean, predicted: {per_step:.4f} per step, "
-        f"{per_micro_step:.4f} per micro step"
-    )
+    return float(busiest[0] / busiest[2]), float(busiest[1] / busiest[2])
 
 
 def _stage(
@@ -211,9 +250,7 @@ def _mix(stage: StageDraws, micro_steps: int, tokens: int) -> str:
     )
 
 
-def _memory(config: PretrainConfig, model: Any, plan: PlannedRun, ranks: int) -> str:
-    zero = deepspeed_configuration(config, ranks)["zero_optimization"]
-    memory = estimate_memory(model, config, ranks, longest=plan.schedule.capacities[-1], zero=zero)
+def _memory(config: PretrainConfig, memory: MemoryEstimate) -> str:
     lines = [f"{name:>22}: {size / 2**30:8.2f} GiB" for name, size in memory.parts.items()]
     # Attention needs memory in proportion to tokens, so the bucket does not matter.
     tokens = f"{config.data.micro_batch_tokens:,} tokens"
@@ -239,19 +276,12 @@ def _flops_of_run(plan: PlannedRun, ranks: int, flops: ModelFlops) -> float:
     return total / tokens * schedule.tokens_before(plan.num_steps)
 
 
-def _time(run: float, num_steps: int, ranks: int, device: str | None, price: float | None) -> str:
-    cuda = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    peak = peak_flops(device) if device is not None else peak_of(cuda)
-    text = f"arithmetic: {run:.3e} FLOP ({run / num_steps:.3e} per step)"
-    if peak is None:
-        return f"{text}\ntime: unknown for this device; name one with --device (H100, A800, ...)"
-    hours = run / (peak * ranks * _ASSUMED_MFU) / 3600
-    text += (
-        f"\ntime: {_duration(hours)} on {counted(ranks, 'rank')} at {_ASSUMED_MFU:.0%} MFU, assumed"
-    )
-    if price is not None:
-        text += f"\ncost: {hours * ranks * price:,.2f} at {price:g} per rank and hour"
-    return text
+def _time(hours: float | None, ranks: int, cost: float | None, price: float | None) -> str:
+    if hours is None:
+        return "time: unknown for this device; name one with --device (H100, A800, ...)"
+    on = f"on {counted(ranks, 'rank')} at {_ASSUMED_MFU:.0%} MFU, assumed"
+    costs = "" if cost is None else f"\ncost: {cost:,.2f} at {price:g} per rank and hour"
+    return f"time: {_duration(hours)} {on}{costs}"
 
 
 def _duration(hours: float) -> str:

@@ -41,7 +41,7 @@ LENGTHS = (
     "plan without a dataset: a .npy file with the tokens of each document, or "
     "lognormal:MEAN,MEDIAN,DOCUMENTS (lognormal:999,603,1e6 is like 1e6 documents of FineWeb-Edu)"
 )
-_PLAN = ("world_size", "device", "lengths", "buckets", "gpu_price", "show_config")
+_PLAN = ("world_size", "device", "lengths", "buckets", "gpu_price", "show_config", "json")
 
 
 def main() -> int:
@@ -156,6 +156,7 @@ def build_parser() -> argparse.ArgumentParser:
     buckets = "buckets for --lengths, as in 1024,2048,4096"
     plan("--buckets", type=integers, metavar="N,...", help=buckets)
     plan("--show-config", action="store_true", help="print the full configuration, too")
+    plan("--json", action="store_true", help="print the plan as JSON")
     return parser
 
 

@@ -141,6 +141,11 @@ def test_plan_states_when_gradients_are_reduced() -> None:
     assert line("fp32", "auto").endswith("once per step, during the last backward")
     assert "after the last backward, without overlap" in line("bf16", 1)
     assert line("bf16", 1, ranks=1) == "ZeRO: stage 1; one rank, nothing to reduce"
+    kept = "one rank, nothing to reduce, but DeepSpeed allocates its reduce buckets"
+    for precision, stage in (("bf16", 1), ("fp32", 0), ("fp32", 1), ("bf16", 2)):
+        engine = EngineConfig(precision=precision, zero_stage=stage)  # type: ignore[arg-type]
+        has_buckets = "reduce buckets" in _tiny(256, 1, engine=engine).parts
+        assert (kept in line(precision, stage, ranks=1)) == has_buckets
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
