@@ -209,10 +209,10 @@ class StageDraws:
             # Warn once for all pieces of a ramp.
             if stream.num_samples < count and not (finite or settings.ramping):
                 log.warning(
-                    "bucket %d has %d samples and a draw needs %d: every draw repeats samples. "
+                    "bucket %d has %s and a draw needs %d: every draw repeats samples. "
                     "Make steps smaller (tokens_per_step; elsewhere rows_per_block or the global "
                     "batch size), or pack without this bucket",
-                    *(stream.capacity, stream.num_samples, count),
+                    *(stream.capacity, counted(stream.num_samples, "sample"), count),
                 )
 
     def __str__(self) -> str:

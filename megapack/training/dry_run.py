@@ -33,7 +33,7 @@ from megapack.training.model.memory import MemoryEstimate, estimate_memory
 from megapack.training.model.opening import open_model
 from megapack.training.monitoring.monitor import segment_lengths
 from megapack.training.start import check_directory, check_newest, check_start
-from megapack.units import counted
+from megapack.units import counted, size
 
 _ASSUMED_MFU = 0.4
 _FLOPS_STEPS = 64  # the FLOPs of the run are extrapolated from this many steps
@@ -198,12 +198,12 @@ def _stage(
     unit = "step" if settings.draws_per_step == 1 else "draw"
     each = f"samples/{unit}"
     rows = [f"{'bucket':>8} {unit + 's':>10} {'share':>7} {each:>13} {'per micro batch':>16}"]
-    size = config.engine.sequence_parallel_size
+    group = config.engine.sequence_parallel_size
     for stream, samples, count in zip(
         stage.buckets, stage.samples_per_draw, draws.tolist(), strict=True
     ):
         share = count / max(1, int(draws.sum()))
-        shared = ranks_per_micro_batch(stream.capacity, micro, size)
+        shared = ranks_per_micro_batch(stream.capacity, micro, group)
         per_batch = micro * shared // stream.capacity
         by = f"  of {shared} ranks" if shared > 1 else ""
         rows.append(
@@ -251,14 +251,13 @@ def _mix(stage: StageDraws, micro_steps: int, tokens: int) -> str:
 
 
 def _memory(config: PretrainConfig, memory: MemoryEstimate) -> str:
-    lines = [f"{name:>22}: {size / 2**30:8.2f} GiB" for name, size in memory.parts.items()]
+    lines = [f"{name:>22}: {size(part):>9}" for name, part in memory.parts.items()]
     # Attention needs memory in proportion to tokens, so the bucket does not matter.
     tokens = f"{config.data.micro_batch_tokens:,} tokens"
     title = f"memory per rank at its peak, estimated, the same in every bucket ({tokens})"
-    lines.append(f"{'together':>22}: {memory.total / 2**30:8.2f} GiB")
+    lines.append(f"{'together':>22}: {size(memory.total):>9}")
     if memory.on_host:
-        on_host = f"{memory.on_host / 2**30:8.2f} GiB (inputs of layers)"
-        lines.append(f"{'and on its host':>22}: {on_host}")
+        lines.append(f"{'and on its host':>22}: {size(memory.on_host):>9} (inputs of layers)")
     return "\n".join([f"{title}:", *lines])
 
 

@@ -189,7 +189,8 @@ class Trainer:
         try:
             if self.validation_is_due and self.done and self.world.on_first(self.not_validated):
                 self.validate()
-            logger.info("training from step %s to %s", f"{self.done:,}", f"{self.end:,}")
+            if self.done < self.end:
+                logger.info("training steps %s to %s", f"{self.done + 1:,}", f"{self.end:,}")
             stopped = None
             while stopped is None:
                 try:

@@ -24,6 +24,7 @@ from megapack.training.engine.inputs import Inputs, check_run, run_record
 from megapack.training.model.flops import ModelFlops
 from megapack.training.monitoring.monitor import StepWork
 from megapack.training.pretrain import planned_model
+from megapack.units import size
 
 from .conftest import Corpus, blend_config, drawn_from, write_blend
 from .packing_helpers import plain
@@ -199,7 +200,7 @@ def test_json_has_the_figures_of_the_text(corpus: Corpus, tmp_path: Path) -> Non
         f"epochs: {plan['epochs']:.3f}",
         f"{busiest['step']:.4f} per step, {busiest['micro_step']:.4f} per micro step",
         f"ranks: 2, {plan['micro_steps']} micro steps",
-        f"together: {plan['memory']['together'] / 2**30:8.2f} GiB",
+        f"together: {size(plan['memory']['together']):>9}\n",
         f"arithmetic: {plan['flop']:.3e} FLOP",
         f"cost: {plan['cost']:,.2f} at 1e+09",
         f"ZeRO: stage {plan['zero_stage']}",

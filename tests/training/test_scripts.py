@@ -79,8 +79,8 @@ def test_dry_run_prints_the_plan(new_run: NewRun) -> None:
     output = run.start(words=[*words, "4"], launcher=False).succeed(
         *("precision: bf16", "positions: segment", "model: llama, 82,240 parameters"),
         "ranks: 4, 1 micro steps of 256 tokens each",
-        "ZeRO: stage 1; 0.00 GiB of gradients (float32) are reduced once per step",
-        *("parameters", "optimizer state", "activations", "GiB", "FLOP", "on 4 ranks"),
+        "ZeRO: stage 1; 321 KiB of gradients (float32) are reduced once per step",
+        *("parameters", "optimizer state", "activations", " KiB", "FLOP", "on 4 ranks"),
     )
     assert "epochs: 2.0" in output or "epochs: 1.9" in output
     first = {line.split()[0] for line in output.splitlines() if line.strip()}
