@@ -91,6 +91,8 @@ def dry_run(
     knows_labels = isinstance(steps, Inputs)
     unlabeled = steps_without_labels(schedule, steps.num_steps) if knows_labels else None
     balance = _balance(config, steps, ranks, flops)
+    # estimate_memory replaces the tensors of the model, which unties shared ones.
+    description, num_parameters = model.description, model.num_parameters
     zero = deepspeed_configuration(config, ranks)["zero_optimization"]
     memory = estimate_memory(model, config, ranks, longest=schedule.capacities[-1], zero=zero)
     peak = peak_flops(device) if device is not None else peak_of(local_device)
@@ -99,8 +101,8 @@ def dry_run(
     if json:
         facts = {
             "model": {
-                "description": model.description,
-                "parameters": model.num_parameters,
+                "description": description,
+                "parameters": num_parameters,
                 "vocab_size": architecture.vocab_size,
                 "attention": attention.name,
             },
@@ -132,7 +134,7 @@ def dry_run(
     )
     assumed = lengths and config.model.vocab_size is None and not config.model.has_vocabulary
     sections = [
-        f"model: {model.description}; vocabulary {architecture.vocab_size:,}"
+        f"model: {description}; vocabulary {architecture.vocab_size:,}"
         f"{' (assumed, see model.vocab_size)' * bool(assumed)}\n"
         f"attention on this machine: {attention.name}, {attention.reason}",
         f"steps: {steps.num_steps:,} ({rate.warmup(steps.num_steps):,} of warmup), "
@@ -146,7 +148,7 @@ def dry_run(
         *sources,
         *([unlabeled] if unlabeled else []),
         *_packed(schedule),
-        describe_reduction(config.engine, model.num_parameters, ranks, micro_steps),
+        describe_reduction(config.engine, num_parameters, ranks, micro_steps),
         _memory(config, memory),
         f"arithmetic: {total:.3e} FLOP ({total / steps.num_steps:.3e} per step)\n"
         + _time(hours, ranks, cost, gpu_price),
