@@ -10,15 +10,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from json import dumps
+from typing import Any
 
 import numpy as np
 import torch
 import yaml
 
+from megapack.attention import Choice
 from megapack.config import to_dict
-from megapack.data.report import describe_fim, often_repeated, plan_run, steps_without_labels
+from megapack.data.report import (
+    RunPlan,
+    describe_fim,
+    often_repeated,
+    plan_run,
+    steps_without_labels,
+)
 from megapack.data.run import PlannedRun
 from megapack.data.schedule import Schedule, StageDraws
 from megapack.data.stage_settings import Window
@@ -84,78 +92,143 @@ def dry_run(
         trees=config.data.attention == "tree",
     )
     flops = ModelFlops.of(model, architecture)
-    total = _flops_of_run(steps, ranks, flops)
-    schedule, rate = steps.schedule, config.learning_rate
-    micro_steps = -(-config.data.tokens_per_step // (config.data.micro_batch_tokens * ranks))
-    plan = plan_run(schedule, steps.num_steps)
-    knows_labels = isinstance(steps, Inputs)
-    unlabeled = steps_without_labels(schedule, steps.num_steps) if knows_labels else None
-    balance = _balance(config, steps, ranks, flops)
-    # estimate_memory replaces the tensors of the model, which unties shared ones.
+    # Read before estimate_memory replaces the tensors of the model, which unties shared ones.
     description, num_parameters = model.description, model.num_parameters
     zero = deepspeed_configuration(config, ranks)["zero_optimization"]
-    memory = estimate_memory(model, config, ranks, longest=schedule.capacities[-1], zero=zero)
+    longest = steps.schedule.capacities[-1]
     peak = peak_flops(device) if device is not None else peak_of(local_device)
-    hours = None if peak is None else total / (peak * ranks * _ASSUMED_MFU) / 3600
-    cost = None if hours is None or gpu_price is None else hours * ranks * gpu_price
-    if json:
-        facts = {
-            "model": {
-                "description": description,
-                "parameters": num_parameters,
-                "vocab_size": architecture.vocab_size,
-                "attention": attention.name,
-            },
-            "num_steps": steps.num_steps,
-            "warmup_steps": rate.warmup(steps.num_steps),
-            "steps_per_epoch": steps.steps_per_epoch,
-            "epochs": schedule.epochs(steps.num_steps),
-            "tokens": schedule.tokens_before(steps.num_steps),
-            "ranks": ranks,
-            "micro_steps": micro_steps,
-            "stages": [dataclasses.asdict(stage) for stage in plan.stages],
-            "sources": [source._asdict() for source in plan.datasets],
-            "busiest_rank_over_mean": dict(zip(("step", "micro_step"), balance, strict=True)),
-            "warnings": [*often_repeated(plan), *([unlabeled] if unlabeled else [])],
-            "zero_stage": config.engine.stage,
-            "memory": {**memory.parts, "together": memory.total, "on its host": memory.on_host},
-            "flop": total,
-            "hours": hours,
-            "mfu": _ASSUMED_MFU,
-            "cost": cost,
-            **({"config": to_dict(config)} if show_config else {}),
-        }
-        return dumps(facts, indent=2)
-    # Table of sources, or repeated documents of a single source.
-    sources = [plan.table()] if len(schedule.samples.indices) > 1 else often_repeated(plan)
-    stages = (
-        _stage(config, stage, end, ranks, schedule.settings_at(stage.begin).window)
-        for stage, end in schedule.spans(steps.num_steps)
+    flop = _flops_of_run(steps, ranks, flops)
+    plan = _Plan(
+        config=config,
+        ranks=ranks,
+        steps=steps,
+        run=plan_run(steps.schedule, steps.num_steps),
+        description=description,
+        num_parameters=num_parameters,
+        vocab_size=architecture.vocab_size,
+        vocabulary_is_assumed=bool(
+            lengths and config.model.vocab_size is None and not config.model.has_vocabulary
+        ),
+        attention=attention,
+        busiest_rank_over_mean=_balance(config, steps, ranks, flops),
+        memory=estimate_memory(model, config, ranks, longest=longest, zero=zero),
+        flop=flop,
+        hours=None if peak is None else flop / (peak * ranks * _ASSUMED_MFU) / 3600,
+        gpu_price=gpu_price,
     )
-    assumed = lengths and config.model.vocab_size is None and not config.model.has_vocabulary
-    sections = [
-        f"model: {description}; vocabulary {architecture.vocab_size:,}"
-        f"{' (assumed, see model.vocab_size)' * bool(assumed)}\n"
-        f"attention on this machine: {attention.name}, {attention.reason}",
-        f"steps: {steps.num_steps:,} ({rate.warmup(steps.num_steps):,} of warmup), "
-        f"{steps.steps_per_epoch:,} per epoch\n"
-        f"tokens: {schedule.tokens_before(steps.num_steps):,} "
-        f"({config.data.tokens_per_step:,} per step)\n"
-        f"epochs: {schedule.epochs(steps.num_steps):.3f}",
-        "\n".join(stages)
-        + "\nwork of the busiest rank over the mean, predicted: "
-        "{:.4f} per step, {:.4f} per micro step".format(*balance),
-        *sources,
-        *([unlabeled] if unlabeled else []),
-        *_packed(schedule),
-        describe_reduction(config.engine, num_parameters, ranks, micro_steps),
-        _memory(config, memory),
-        f"arithmetic: {total:.3e} FLOP ({total / steps.num_steps:.3e} per step)\n"
-        + _time(hours, ranks, cost, gpu_price),
-    ]
-    if show_config:
-        sections.append(yaml.safe_dump(to_dict(config), sort_keys=False).rstrip())
-    return "\n\n".join(sections)
+    shown = to_dict(config) if show_config else {}
+    if json:
+        return dumps({**plan.facts(), **({"config": shown} if shown else {})}, indent=2)
+    return "\n\n".join(
+        [*plan.sections(), *([yaml.safe_dump(shown, sort_keys=False).rstrip()] if shown else [])]
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """A planned run, as text and as JSON."""
+
+    config: PretrainConfig
+    ranks: int
+    steps: PlannedRun
+    run: RunPlan
+    description: str
+    num_parameters: int
+    vocab_size: int
+    vocabulary_is_assumed: bool
+    attention: Choice
+    busiest_rank_over_mean: tuple[float, float]  # per step, per micro step
+    memory: MemoryEstimate
+    flop: float
+    hours: float | None  # None: unknown device
+    gpu_price: float | None
+
+    @property
+    def cost(self) -> float | None:
+        if self.hours is None or self.gpu_price is None:
+            return None
+        return self.hours * self.ranks * self.gpu_price
+
+    @property
+    def micro_steps(self) -> int:
+        data = self.config.data
+        return -(-data.tokens_per_step // (data.micro_batch_tokens * self.ranks))
+
+    @property
+    def unlabeled(self) -> list[str]:
+        """A warning about steps without labels, or nothing. Lengths alone have no labels."""
+        if not isinstance(self.steps, Inputs):
+            return []
+        warning = steps_without_labels(self.steps.schedule, self.run.num_steps)
+        return [warning] if warning else []
+
+    def facts(self) -> dict[str, Any]:
+        """Return the figures as JSON; sizes in bytes."""
+        schedule, num_steps = self.steps.schedule, self.run.num_steps
+        per_step, per_micro_step = self.busiest_rank_over_mean
+        return {
+            "model": {
+                "description": self.description,
+                "parameters": self.num_parameters,
+                "vocab_size": self.vocab_size,
+                "attention": self.attention.name,
+            },
+            "num_steps": num_steps,
+            "warmup_steps": self.config.learning_rate.warmup(num_steps),
+            "steps_per_epoch": self.steps.steps_per_epoch,
+            "epochs": schedule.epochs(num_steps),
+            "tokens": schedule.tokens_before(num_steps),
+            "ranks": self.ranks,
+            "micro_steps": self.micro_steps,
+            "stages": [dataclasses.asdict(stage) for stage in self.run.stages],
+            "sources": [source._asdict() for source in self.run.datasets],
+            "busiest_rank_over_mean": {"step": per_step, "micro_step": per_micro_step},
+            "warnings": [*often_repeated(self.run), *self.unlabeled],
+            "zero_stage": self.config.engine.stage,
+            "memory": {**dataclasses.asdict(self.memory), "total": self.memory.total},
+            "flop": self.flop,
+            "mfu": _ASSUMED_MFU,
+            "hours": self.hours,
+            "cost": self.cost,
+        }
+
+    def sections(self) -> list[str]:
+        """Return the plan as text, in paragraphs."""
+        config, schedule, num_steps = self.config, self.steps.schedule, self.run.num_steps
+        stages = (
+            _stage(config, stage, end, self.ranks, schedule.settings_at(stage.begin).window)
+            for stage, end in schedule.spans(num_steps)
+        )
+        is_mixture = len(schedule.samples.indices) > 1
+        return [
+            f"model: {self.description}; vocabulary {self.vocab_size:,}"
+            f"{' (assumed, see model.vocab_size)' * self.vocabulary_is_assumed}\n"
+            f"attention on this machine: {self.attention.name}, {self.attention.reason}",
+            f"steps: {num_steps:,} ({config.learning_rate.warmup(num_steps):,} of warmup), "
+            f"{self.steps.steps_per_epoch:,} per epoch\n"
+            f"tokens: {schedule.tokens_before(num_steps):,} "
+            f"({config.data.tokens_per_step:,} per step)\n"
+            f"epochs: {schedule.epochs(num_steps):.3f}",
+            "\n".join(stages)
+            + "\nwork of the busiest rank over the mean, predicted: "
+            "{:.4f} per step, {:.4f} per micro step".format(*self.busiest_rank_over_mean),
+            *([self.run.table()] if is_mixture else often_repeated(self.run)),
+            *self.unlabeled,
+            *_packed(schedule),
+            describe_reduction(config.engine, self.num_parameters, self.ranks, self.micro_steps),
+            _memory(config, self.memory),
+            f"arithmetic: {self.flop:.3e} FLOP ({self.flop / num_steps:.3e} per step)\n"
+            + self._time(),
+        ]
+
+    def _time(self) -> str:
+        if self.hours is None:
+            return "time: unknown for this device; name one with --device (H100, A800, ...)"
+        on = f"on {counted(self.ranks, 'rank')} at {_ASSUMED_MFU:.0%} MFU, assumed"
+        cost = ""
+        if self.cost is not None:
+            cost = f"\ncost: {self.cost:,.2f} at {self.gpu_price:g} per rank and hour"
+        return f"time: {_duration(self.hours)} {on}{cost}"
 
 
 def _packed(schedule: Schedule) -> list[str]:
@@ -275,14 +348,6 @@ def _flops_of_run(plan: PlannedRun, ranks: int, flops: ModelFlops) -> float:
         total += flops.step(sampler.num_positions(i), *segment_lengths(schedule, schedule.step(i)))
         tokens += schedule.stage_at(i).config.tokens_per_step
     return total / tokens * schedule.tokens_before(plan.num_steps)
-
-
-def _time(hours: float | None, ranks: int, cost: float | None, price: float | None) -> str:
-    if hours is None:
-        return "time: unknown for this device; name one with --device (H100, A800, ...)"
-    on = f"on {counted(ranks, 'rank')} at {_ASSUMED_MFU:.0%} MFU, assumed"
-    costs = "" if cost is None else f"\ncost: {cost:,.2f} at {price:g} per rank and hour"
-    return f"time: {_duration(hours)} {on}{costs}"
 
 
 def _duration(hours: float) -> str:

@@ -201,7 +201,7 @@ def test_json_has_the_figures_of_the_text(corpus: Corpus, tmp_path: Path) -> Non
         f"{busiest['step']:.4f} per step, {busiest['micro_step']:.4f} per micro step",
         f"ranks: 2, {plan['micro_steps']} micro steps",
         f", {plan['model']['parameters']:,} parameters",
-        f"together: {size(plan['memory']['together']):>9}\n",
+        f"together: {size(plan['memory']['total']):>9}\n",
         f"arithmetic: {plan['flop']:.3e} FLOP",
         f"cost: {plan['cost']:,.2f} at 1e+09",
         f"ZeRO: stage {plan['zero_stage']}",
