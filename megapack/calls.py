@@ -2,7 +2,7 @@
 
 - ``checked_call``: decorator of a function or class. A wrong name or type is an ArgumentError.
 - ``nearest``: "; did you mean 'x'?", for every error about an unknown name.
-- ``given``: arguments that are not None.
+- ``without_none``: arguments that are not None.
 
     @checked_call
     def build(steps: int, *, order: Literal["shuffled", "sorted"] = "shuffled") -> None: ...
@@ -40,7 +40,7 @@ def nearest(name: str, known: Iterable[str], formerly: Mapping[str, str] | None 
     return f"; did you mean {names[close[0]]!r}?" if close else ""
 
 
-def given(arguments: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+def without_none(arguments: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """Return those arguments (``locals()``) that ``names`` lists and that are not None."""
     return {name: arguments[name] for name in names if arguments[name] is not None}
 

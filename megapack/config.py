@@ -41,28 +41,30 @@ def load_config(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -
     where = str(path)
     if not isinstance(tree, dict):
         return from_dict(cls, tree, where=where)
-    problem = _problem(cls, apply_overrides(tree, overrides), where)
-    if problem is not None:
-        # The overrides without which the error would be another one, or none, are to blame.
-        others = [[*overrides[:i], *overrides[i + 1 :]] for i in range(len(overrides))]
-        without = [_problem(cls, apply_overrides(tree, each), where) for each in others]
-        blamed = [
-            f"--set {override}"
-            for override, other in zip(overrides, without, strict=True)
-            if other != problem
-        ]
-        if blamed:
-            problem = f"{' '.join(blamed)}: {problem.removeprefix(f'{where}: ')}"
-        raise ConfigError(problem)
-    return from_dict(cls, apply_overrides(tree, overrides), where=where)
-
-
-def _problem(cls: type[Any], tree: Mapping[str, Any], where: str) -> str | None:
     try:
-        from_dict(cls, tree, where=where)
+        return from_dict(cls, apply_overrides(tree, overrides), where=where)
     except ConfigError as error:
-        return str(error)
-    return None
+        problem = str(error)
+    if problem.startswith("--set "):  # of one override, whatever the others are
+        raise ConfigError(problem)
+
+    def is_cause(*removed: int) -> bool:
+        kept = [text for i, text in enumerate(overrides) if i not in removed]
+        try:
+            from_dict(cls, apply_overrides(tree, kept), where=where)
+        except ConfigError as error:
+            # An error of --set: a later override needs one that was removed.
+            return str(error) != problem and not str(error).startswith("--set ")
+        return True
+
+    # The overrides without which the error would be another one, or none, are to blame; all of
+    # them if each alone has the same error.
+    every = range(len(overrides))
+    blamed = [i for i in every if is_cause(i)] or [i for i in every if is_cause(*every)]
+    if blamed:
+        causes = " ".join(f"--set {overrides[i]}" for i in blamed)
+        problem = f"{causes}: {problem.removeprefix(f'{where}: ')}"
+    raise ConfigError(problem)
 
 
 def apply_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:

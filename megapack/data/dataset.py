@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megapack import _core
-from megapack.calls import checked_call, given
+from megapack.calls import checked_call, without_none
 from megapack.data.batch import (
     Batch,
     BatchLayout,
@@ -56,7 +56,7 @@ from megapack.errors import ArgumentError, ConfigError, FormatError
 from megapack.packing.sharded import SourceIndex
 from megapack.storage import IndexedDataset
 from megapack.storage.columns import INTERPRETED, LABELS, WEIGHTS
-from megapack.units import checked_integer
+from megapack.units import checked_integer, counted
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -168,7 +168,7 @@ class PackedDataset(_Dataset):
         fim_rates: Sequence[float | None] | None = None,
         columns: Sequence[str] | Mapping[str, str] | None = None,
     ) -> None:
-        settings = given(locals(), (field.name for field in fields(Mixture)))
+        settings = without_none(locals(), (field.name for field in fields(Mixture)))
         if attention == "group" and positions == "document":
             raise ConfigError(
                 "positions: document restarts positions inside a group, attention: group continues "
@@ -283,7 +283,7 @@ class PackedDataset(_Dataset):
 
     def __repr__(self) -> str:
         names = textwrap.shorten(", ".join(source.prefix for source in self.datasets), 80)
-        return f"PackedDataset({len(self):,} samples of {names})"
+        return f"PackedDataset({counted(len(self), 'sample')} of {names})"
 
     def __getitem__(self, i: int) -> Batch:
         """Return one sample, ``micro_batch`` without the dimension of rows: tokens, labels,

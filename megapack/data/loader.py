@@ -181,7 +181,7 @@ log = logging.getLogger(__name__)
 
 # Arguments of torch's DataLoader.
 _INSTEAD = {
-    "num_workers": "one thread prepares batches, and prefetch is the number of them: leave it out",
+    "num_workers": "one thread prepares `prefetch` batches in advance: leave it out",
     "shuffle": "order and seed belong to Schedule, which shuffles by default: leave it out",
 }
 

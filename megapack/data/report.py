@@ -28,6 +28,7 @@ from megapack.data.schedule import Schedule, StageDraws
 from megapack.data.sources import segments_of
 from megapack.data.steps import StepView
 from megapack.errors import ConfigError
+from megapack.units import counted
 
 Ids = NDArray[np.int64]
 
@@ -196,7 +197,7 @@ class StagePlan:
         rows = [self.fim_rates] if self.fim_rates else []
         rows += [
             f"{self.end - self.begin:,} steps of {self.tokens_per_step:,} tokens "
-            f"(one epoch: {self.steps_per_epoch:,} steps)",
+            f"(one epoch: {counted(self.steps_per_epoch, 'step')})",
             f"{'bucket':>8} {'samples':>14} {'per draw':>9} {'draws':>12} {'tokens':>8}",
         ]
         rows += [

@@ -214,6 +214,7 @@ class BucketBatchSampler(Iterable[MicroBatch]):
             self._problem,
             [stage.config for stage in schedule.stages],
             num_ranks=data_parallel_size,
+            sequence_parallel_size=sequence_parallel_size,
             tokens=micro_batch_tokens,
             pad_last=pad_last,
         )
@@ -235,8 +236,6 @@ class BucketBatchSampler(Iterable[MicroBatch]):
 
     def _problem(self, num_ranks: int, tokens: int, pad_last: bool) -> str | None:
         """Return why ranks cannot share the draws of a stage, or None."""
-        if num_ranks % self.sequence_parallel_size:
-            return f"groups of {self.sequence_parallel_size} do not divide {num_ranks} ranks"
         for stage in self.schedule.stages:
             problem = stage.config.micro_batch_problem(num_ranks, tokens, pad_last)
             if problem or (problem := self._unfit(stage, tokens)):

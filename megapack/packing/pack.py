@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megapack import _core
-from megapack.calls import checked_call, given
+from megapack.calls import checked_call, without_none
 from megapack.errors import ConfigError, DataError
 from megapack.packing.groups import Units, check_groups, groups_checksum, joined_segments
 from megapack.packing.metrics import DocumentTotals, Lengths
@@ -238,7 +238,7 @@ def pack(
         DataError: lengths are not a one-dimensional array of integers, one is negative, or they
             sum to more than 2**62 tokens.
     """
-    parameters = given(locals(), PARAMETERS)
+    parameters = without_none(locals(), PARAMETERS)
     method = check_packing(
         strategy,
         buckets=buckets,

@@ -41,6 +41,7 @@ from megapack.storage.address import is_remote
 from megapack.storage.files import check_target
 from megapack.storage.index_file import CheckedArray, block_checksums
 from megapack.storage.remote.reader import fetch_file
+from megapack.units import counted
 
 IDX_CHECKSUMS = "idx_xxh64"
 
@@ -274,8 +275,8 @@ class SampleIndex(WithRoom):
         if self.num_buckets > 1:
             buckets = f"{self.num_buckets:,} buckets of {smallest:,} to {largest:,}"
         return (
-            f"SampleIndex({self.strategy}, {buckets} tokens, {self.num_samples:,} samples, "
-            f"{self.num_documents:,} documents)"
+            f"SampleIndex({self.strategy}, {buckets} tokens, "
+            f"{counted(self.num_samples, 'sample')}, {counted(self.num_documents, 'document')})"
         )
 
     def sample(self, i: int) -> tuple[int, list[tuple[int, int, int]]]:

@@ -44,6 +44,7 @@ from megapack.storage.index_file import (
 from megapack.storage.metadata import difference_from_files, read_meta, sampled_checksum
 from megapack.storage.remote.reader import RemotePair, RemoteRows, exists, open_remote_pair
 from megapack.storage.tokens import open_npy
+from megapack.units import counted
 
 
 class BinReader:
@@ -354,10 +355,10 @@ class IndexedDataset:
             raise FormatError(f"{prefix} was replaced after it was pickled; start the run again")
 
     def __repr__(self) -> str:
-        return (
-            f"IndexedDataset({self.prefix!r}: {self.num_documents} documents, {len(self)} "
-            f"sequences, {self.num_tokens} {self.dtype.name} tokens)"
-        )
+        numbers = {"document": self.num_documents, "sequence": len(self)}
+        numbers[f"{self.dtype.name} token"] = self.num_tokens
+        counts = ", ".join(counted(number, noun) for noun, number in numbers.items())
+        return f"IndexedDataset({self.prefix!r}: {counts})"
 
 
 def _frozen(array: NDArray[Any]) -> NDArray[Any]:

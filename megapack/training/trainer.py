@@ -41,7 +41,7 @@ from megapack.training.model.loss import IGNORED_LABEL
 from megapack.training.model.training_model import on_device
 from megapack.training.monitoring.monitor import Monitor, StepWork
 from megapack.training.monitoring.signals import Agreement, StepProfiler, StopSignals
-from megapack.training.validation import validate_sources
+from megapack.training.validation import num_scored, validate_sources
 
 logger = logging.getLogger("megapack")
 
@@ -189,6 +189,8 @@ class Trainer:
         try:
             if self.validation_is_due and self.done and self.world.on_first(self.not_validated):
                 self.validate()
+            if self.done < self.end:
+                logger.info("training steps %s to %s", f"{self.done + 1:,}", f"{self.end:,}")
             stopped = None
             while stopped is None:
                 try:
@@ -200,6 +202,8 @@ class Trainer:
             self.profiler.close()
             self.monitor.close()
             self.finish_save()
+            if self.store.mirror is not None:
+                logger.info("waiting for the mirror, %s", self.store.mirror.address)
             self.store.wait_for_mirror()
         except FloatingPointError:  # on all ranks; finish a checkpoint that was begun earlier
             self.finish_save()
@@ -461,6 +465,8 @@ class Trainer:
             micro_batch_tokens=self.config.data.micro_batch_tokens,
             max_tokens=self.config.evaluation.max_tokens,
         )
+        count = num_scored(self.inputs.held_out, self.config.evaluation.max_tokens)
+        logger.info("after step %d: validating on %s samples", self.done, f"{count:,}")
         result = score()
         report = result.report()
         if (average := self.engine.weight_average) is not None:
@@ -496,6 +502,7 @@ class Trainer:
             state["decisions"] = self.decisions.tree
         if self.watch is not None:
             state["watch"] = self.world.on_first(self.watch.state)
+        logger.info("saving step %d", self.done)
         self.save_began = time.perf_counter()
         try:
             self.store.begin(self.engine, self.done, self.tokens_seen, state)

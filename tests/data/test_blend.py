@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import pickle
+import re
 from fractions import Fraction
 from pathlib import Path
 
@@ -167,8 +168,11 @@ def test_bad_manifests_are_refused(tmp_path: Path) -> None:
     one = _write(tmp_path, 0, 9, 5)
     with pytest.raises(ConfigError, match="2 datasets and 1 indices"):
         PackedDataset([one, one], [f"{one}.samples"])
-    for labels in ("x", [None], ["auto"] * 3, ["auto", "x"]):
-        with pytest.raises(ConfigError, match=r"labels is .*; (give|it must be) 'auto' or "):
+    with pytest.raises(ConfigError, match="labels is 'x'; it must be 'auto' or a list"):
+        PackedDataset([one, one], [f"{one}.samples"] * 2, labels="x")  # type: ignore[arg-type]
+    for labels in ([None], ["auto"] * 3, ["auto", "x"]):
+        problem = re.escape(f"labels is {labels}; give 'auto' or None, or a list with one of them ")
+        with pytest.raises(ConfigError, match=f"{problem}for each of 2 datasets"):
             PackedDataset([one, one], [f"{one}.samples"] * 2, labels=labels)  # type: ignore[arg-type]
 
 

@@ -75,7 +75,7 @@ def test_devices_that_do_not_exist_are_refused_at_once(
 
 def test_arguments_of_other_loaders_are_explained(packed: PackedDataset) -> None:
     for name, message in (
-        ("num_workers", "one thread prepares batches, and prefetch is"),
+        ("num_workers", "one thread prepares `prefetch` batches in"),
         ("shuffle", "order and seed belong to Schedule"),
     ):
         with pytest.raises(ConfigError, match=f"unknown argument '{name}'; {message}"):

@@ -321,7 +321,7 @@ def test_step_without_documents_has_no_micro_batches() -> None:
         ([3], {"costs": [9], "max_costs_per_rank": [9, 9]}, "max_costs_per_rank has 2 numbers"),
         ([3], {"costs": [9], "max_costs_per_rank": -1}, "max_costs_per_rank of kind 0 is -1"),
         ([3], {"costs": [[1.0] * 65]}, "costs has 65 kinds; at most 64"),
-        ([3, 4], {"groups": [1.5, 1]}, "groups has dtype float64"),
+        ([3, 4], {"groups": [1.5, 1]}, r"groups has shape \(2,\) and dtype float64; it must be"),
         ([3, 4], {"balance": "tokens"}, "balance is 'tokens'; it must be 'micro_batches' or"),
         ([3, 4], {"micro_batch_multiple": 0}, "micro_batch_multiple is 0"),
         ([[3]], {}, r"lengths has shape \(1, 1\)"),

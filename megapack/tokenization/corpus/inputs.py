@@ -30,6 +30,7 @@ import xxhash
 
 from megapack.errors import ConfigError, DataError, check_name, require
 from megapack.storage.foreign import detect
+from megapack.storage.signatures import is_mds_shard
 from megapack.units import counted
 
 Format = Literal["jsonl", "parquet", "arrow", "text"]
@@ -88,7 +89,7 @@ def _ends(path: str) -> tuple[str, Compression]:
 def _suffix_of(path: str) -> str:
     """Return a name's suffix with its compression (``.rst.gz``), in lower case; "" for none."""
     suffix, compression = _ends(path)
-    return f"{suffix}.{compression}" if compression else suffix
+    return suffix + PurePath(path.lower()).suffix if compression else suffix
 
 
 def _format_of(path: str) -> tuple[Format, Compression]:
@@ -101,7 +102,7 @@ def _format_of(path: str) -> tuple[Format, Compression]:
             f"Unpack it and name the folder: mkdir -p {shlex.quote(_bare(path))} && "
             f"tar -xf {shlex.quote(path)} -C {shlex.quote(_bare(path))}"
         )
-    if suffix == ".mds" or PurePath(path).name == "index.json":
+    if is_mds_shard(path) or PurePath(path).name == "index.json":
         _refuse_mds(path)
     if suffix in _NOT_READ or (format in TABLES and compression):
         raise ConfigError(
@@ -152,7 +153,7 @@ def find_inputs(
     Args:
         inputs: paths, glob patterns (``**`` crosses directories), directories.
         suffixes: files to take from directories (``.py``, or a pattern like ``train-*.jsonl``); by
-            default ``DATA_SUFFIXES``.
+            default ``DATA_SUFFIXES``. Upper and lower case are equal.
         format: format of all files; None: decided by suffix.
         max_bytes: stop before the file that would make the sum of sizes exceed this.
         note: called with one sentence, with a count, for every kind of file that is not read.
@@ -259,23 +260,28 @@ def _refuse_if_most_are_skipped(name: str, paths: list[str], others: list[str]) 
     """Raise ConfigError if the default suffixes skip most files and most bytes of a directory."""
     if len(others) <= len(paths):
         return
-    skipped, taken = (sum(Path(path).stat().st_size for path in part) for part in (others, paths))
+    skipped, taken = (
+        sum(path.stat().st_size for path in map(Path, part) if path.is_file())  # no broken links
+        for part in (others, paths)
+    )
     if skipped > taken:
         read = " ".join(dict.fromkeys(map(_suffix_of, paths)))
         most = collections.Counter(map(_suffix_of, others)).most_common(1)[0][0]
+        is_plain = most.replace(".", "").isalnum()
         raise ConfigError(
             f"directory {name}: only {_by_suffix(paths)} would be read, and "
             f"{_by_suffix(others)} skipped; give --suffix {read} to read only these"
-            + (f", or --suffix {most}, or --suffix {read} {most}" if most else "")
+            # A name like "v1.5 (copy)" has no suffix that a shell and a pattern would accept.
+            + (f", or --suffix {most}, or --suffix {read} {most}" if is_plain else "")
         )
 
 
 def _walk(root: Path, suffixes: Sequence[str], aside: _Aside) -> Iterator[str]:
-    patterns = [s if any(c in s for c in "*?[") else f"*{s}" for s in suffixes]
+    patterns = [s if any(c in s for c in "*?[") else f"*{s}" for s in map(str.lower, suffixes)]
 
     def wanted(name: str) -> bool:
         if patterns:
-            return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+            return any(fnmatch.fnmatchcase(name.lower(), pattern) for pattern in patterns)
         suffix, compression = _ends(name)
         format = _FORMAT_OF_SUFFIX.get(suffix)
         return format is not None and not (format in TABLES and compression)

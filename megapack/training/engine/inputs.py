@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -72,7 +71,11 @@ class Inputs(OpenRun):
                 {} if self.blend is None else open_validation_of_sources(self.blend, **options)
             )
         except FileNotFoundError as error:
-            remedy = _settings_of_data(config)
+            remedy, data = "", config.data
+            if data.valid_prefix and not IndexedDataset.exists(data.valid_prefix):
+                remedy = "to train without held-out documents, add --set data.valid_prefix=null "
+                remedy += "--set data.valid_index=null " if data.valid_index else ""
+                remedy += "--set evaluation.every=null; "
             raise ConfigError(
                 f"data: {error}; {remedy}to plan a run before there are data, give --dry-run "
                 "--lengths (a .npy file of tokens per document, or lognormal:MEAN,MEDIAN,DOCUMENTS)"
@@ -104,19 +107,6 @@ class Inputs(OpenRun):
             "documents": [dataset.fingerprint for dataset in self.data.datasets],
             "samples": list(self.schedule.samples.fingerprints),
         }
-
-
-def _settings_of_data(config: PretrainConfig) -> str:
-    """Return how to set the keys next to ``data.prefix`` that still name files of other data."""
-    data, settings = config.data, []
-    samples = f"{data.prefix}.samples"
-    if data.index and not Path(data.index).exists() and Path(samples).exists():
-        settings.append(f"data.index={samples}")
-    if data.valid_prefix and not IndexedDataset.exists(data.valid_prefix):
-        settings += ["data.valid_prefix=null", "evaluation.every=null"]
-        settings += ["data.valid_index=null"] * (data.valid_index is not None)
-    added = " ".join(f"--set {setting}" for setting in settings)
-    return f"for the existing data add {added}; " if added else ""
 
 
 def _valid_positions(positions: str) -> Literal["segment", "document"]:
