@@ -334,20 +334,24 @@ class Trainer:
     def check_files(self, inputs: Inputs | None = None) -> None:
         """Check that the data files are those that the run started with; collective. Without
         freshly opened ``inputs``, opens the files only if the inode, size or modification time of
-        one changed. Raises ResumeError if samples, bytes or the manifest changed."""
+        one changed, once per host. Raises ResumeError on all ranks if samples, bytes or the
+        manifest changed."""
         problem = None
         stamps = self.inputs.file_stamps()
-        if inputs is not None or stamps != self.stamps:
+        changed = [path for path, stamp in stamps.items() if stamp != self.stamps[path]]
+        reads = self.world.is_first_of_host() and bool(changed)
+        if inputs is not None or reads:
             try:
                 inputs = inputs or Inputs(self.config, self.decisions)
                 problem = self._difference(inputs)
-                if problem is None and stamps != self.stamps:
+                if problem is None and reads:
                     verify_files(inputs)  # the digests are of sampled blocks
             except (MegapackError, OSError) as error:
                 problem = str(error)
-        changed = [path for path, stamp in stamps.items() if stamp != self.stamps[path]]
-        what = f"the data changed while the run was reading them ({', '.join(changed[:3])}). "
-        what += "Restore the files, and start the run again from its last checkpoint"
+        if problem is not None and changed:
+            problem = f"{', '.join(changed[:3])}: {problem}"
+        what = "the data changed while the run was reading them. Restore the files, and start the "
+        what += "run again from its last checkpoint"
         self.world.fail_together(problem, what)
         self.stamps = stamps  # the files may be new copies with the same content
 
