@@ -246,7 +246,7 @@ def cut_bounds(bounds: Bounds, window: int, *, num_rows: int = 1, entries: int =
     lengths, padded_lengths = lengths[padded_lengths > 0], padded_lengths[padded_lengths > 0]
     counts = np.maximum(1, -(-lengths // window))
     segment = np.repeat(np.arange(len(counts)), counts)
-    piece = _within_groups(counts)
+    piece = within_groups(counts)
     begin = piece * window
     # The last piece of a segment includes the segment's padding.
     is_last = piece == counts[segment] - 1
@@ -260,7 +260,7 @@ def cut_bounds(bounds: Bounds, window: int, *, num_rows: int = 1, entries: int =
         )
     steps = np.zeros((2, num_rows, entries or most), np.int64)
     pieces = np.minimum(lengths[segment] - begin, window)
-    steps[:, row[segment], _within_groups(per_list) + 1] = pieces, padded_piece
+    steps[:, row[segment], within_groups(per_list) + 1] = pieces, padded_piece
     cut, padded = np.cumsum(steps, axis=2).astype(np.int32).reshape(2, -1)
     return Bounds(
         cu_seqlens=cut,
@@ -285,7 +285,7 @@ def tree_entries(bounds: Bounds) -> Batch:
     }
 
 
-def _within_groups(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+def within_groups(counts: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return 0 .. count - 1 for every group, concatenated."""
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
 

@@ -95,7 +95,7 @@ class RankRows:
             )
         check_columns(rows.packed.columns, dialect)
         if dialect.restart:
-            reason = f"{dialect.name} finds boundaries by positions, which do not show windows:"
+            reason = f"{dialect.name} finds boundaries by positions, which do not show windows"
             dialects.refuse_windows(rows.packed.samples.windows, reason)
 
     @property
