@@ -134,10 +134,6 @@ class BatchLayout:
     def __post_init__(self) -> None:
         names = ("micro_batch_tokens", "row_tokens", "num_cu_seqlens")
         whole_numbers("layout", self, *names, above=0)
-        if self.kind not in ("stream", "rows"):
-            raise ConfigError(f"layout is {self.kind!r}; it must be 'stream' or 'rows'")
-        if self.cu_seqlens not in ("exact", "padded"):
-            raise ConfigError(f"cu_seqlens is {self.cu_seqlens!r}; choose 'exact' or 'padded'")
         if self.row_tokens is not None and self.micro_batch_tokens % self.row_tokens:
             raise ConfigError(
                 f"row_tokens {self.row_tokens} does not divide micro_batch_tokens "

@@ -28,7 +28,7 @@ from megapack.data.resume import ORDER_FIELDS, content_digests
 from megapack.data.run import Decision, Decisions
 from megapack.data.steps import fold_key
 from megapack.errors import MegapackError
-from megapack.probe import SegmentPlaces, check_rows
+from megapack.probe.rows import check_rows, probed_labels
 from megapack.training.autopilot import Spike, SpikeFound, SpikeWatch, next_mixture, report_of, skip
 from megapack.training.config import PretrainConfig
 from megapack.training.engine.checkpoint import CheckpointStore, Resume
@@ -37,7 +37,6 @@ from megapack.training.engine.engine import train_step
 from megapack.training.engine.inputs import Inputs, verify_files
 from megapack.training.engine.world import World
 from megapack.training.model.flops import ModelFlops
-from megapack.training.model.loss import IGNORED_LABEL
 from megapack.training.model.training_model import on_device
 from megapack.training.monitoring.monitor import Monitor, StepWork
 from megapack.training.monitoring.signals import Agreement, StepProfiler, StopSignals
@@ -101,27 +100,6 @@ class BatchTrace:
             line["sample_ids"] = batch["sample_ids"].tolist()
             append_jsonl(self._path, line)
             yield batch
-
-
-def probed_labels(batch: Mapping[str, Any]) -> torch.Tensor:
-    """Return the labels that a probe reads: logits of a large vocabulary cost more than the model.
-
-    Keeps those at the start, the middle (where a token is changed) and the end of every document,
-    and each 64th in between. Keeps all in prefix trees, or if a document with labels would keep
-    none.
-    """
-    labels: torch.Tensor = batch["labels"].cpu()
-    if "kv_index" in batch:
-        return labels
-    segments = SegmentPlaces.of(batch)
-    of_token = segments.of_token(labels.numel())
-    positions = segments.positions().flatten()
-    lengths = segments.lengths[of_token]
-    kept = (positions < 4) | (positions % 64 == 0) | (positions >= lengths - 3)
-    kept |= (positions - lengths // 2).abs() <= 2
-    few = labels.masked_fill(~kept.view_as(labels), IGNORED_LABEL)
-    with_labels, kept_documents = ({*of_token[x.flatten() >= 0].tolist()} for x in (labels, few))
-    return few if with_labels == kept_documents else labels
 
 
 class Trainer:
