@@ -48,6 +48,18 @@ def is_compiled(target: Any) -> bool:
     )
 
 
+def modules_of(target: Any) -> list[nn.Module]:
+    """Return the modules of a target; of a function, those that it refers to by name."""
+    if isinstance(target, nn.Module):
+        return list(target.modules())
+    function = inspect.unwrap(getattr(target, "_torchdynamo_orig_callable", target))
+    if not inspect.isfunction(function):
+        return []
+    named = inspect.getclosurevars(function)
+    values = [*named.nonlocals.values(), *named.globals.values()]
+    return [part for one in values if isinstance(one, nn.Module) for part in one.modules()]
+
+
 @contextmanager
 def narrow_head(target: Any, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Let the head of a language model compute only its first logits, and give it no labels."""

@@ -27,7 +27,14 @@ from torch import Tensor, nn
 
 from megapack.calls import checked_call
 from megapack.probe.boundaries import Documents, alone, read_documents, tokens_of
-from megapack.probe.call import call_target, changed_batch, counted_ends, is_compiled, narrow_head
+from megapack.probe.call import (
+    call_target,
+    changed_batch,
+    counted_ends,
+    is_compiled,
+    modules_of,
+    narrow_head,
+)
 from megapack.probe.layers import (
     TOLERANCE,
     Call,
@@ -174,7 +181,7 @@ class Passes:
         if dist_size() > 1:
             self.notes.append("documents alone are not compared, because ranks may share them")
         elif not found:
-            found = self.alone_leaks(plain)
+            found = self.alone_leaks(base)
         if not any(leak.kind == "loss_mask" for leak in found):
             found += merge(share(self.counted_leaks(again)))
         self.end_iteration()
@@ -220,10 +227,13 @@ class Passes:
         head = nullcontext(batch) if compiled or self.loss else narrow_head(self.target, batch)
         with torch.random.fork_rng(devices), stance, no_sync(), head as given:
             torch.manual_seed(seed)
-            with (
-                torch.set_grad_enabled(gradients),
-                self.recorder.calls(documents, graph if gradients else None) as calls,
-            ):
+            if compiled and not eager:
+                # A hook would compile everything again, once per pass; only buffers are at stake.
+                self.recorder.save(modules_of(self.target))
+                recording: Any = nullcontext([])
+            else:
+                recording = self.recorder.calls(documents, graph if gradients else None)
+            with torch.set_grad_enabled(gradients), recording as calls:
                 output = self.call(self.target, dict(given))
                 loss = self.loss(output, given) if self.loss else getattr(output, "loss", None)
         fields = [output] if loss is None or loss.dim() == 0 else [output, loss]
@@ -395,7 +405,7 @@ class Passes:
             if other := known.get((call.module, call.number)):  # no call: an expert without tokens
                 yield call, other
 
-    def alone_leaks(self, plain: Run) -> list[Leak]:
+    def alone_leaks(self, base: Run) -> list[Leak]:
         """Compare documents alone with the same ones in their row: the shortest, the longest, and
         the first that does not begin a row."""
         numbers = sorted(self.documents.numbers, key=lambda n: len(self.documents.places(n)))
@@ -405,8 +415,8 @@ class Passes:
             places = self.documents.places(number)
             one = Documents(torch.zeros(len(places), dtype=torch.int64), 1, len(places))
             try:
-                run = self.run(alone(self.batch, self.documents, places), documents=one)
-                difference = run.difference(plain, places) / self.moved
+                run = self.run(alone(self.batch, self.documents, places), eager=True, documents=one)
+                difference = run.difference(base, places) / self.moved
             except Exception as error:
                 self.notes.append(
                     f"documents alone are not compared: {type(error).__name__}: {error}"
@@ -426,11 +436,11 @@ class Passes:
             # Positions, which are integers, may differ: then their embedding begins to differ.
             begins = (
                 (ours, theirs)
-                for ours, theirs in self.pairs(plain, run)
+                for ours, theirs in self.pairs(base, run)
                 if leak(ours.outputs, theirs.outputs) and not leak(ours.inputs, theirs.inputs)
             )
             call, other = next(begins, (None, None))
-            made, kept = (call, other) if call and other else (run, plain)
+            made, kept = (call, other) if call and other else (run, base)
             one_factor = scaled(made.outputs, [value[places] for value in kept.outputs])
             position, size = int(places[leaking[0]]), float(difference.max())
             leak_alone = self.leak(call, None, number, position, size, scaled=one_factor)

@@ -33,6 +33,7 @@ from torch.nn.modules.module import (
 from megapack.probe.boundaries import Documents
 
 WIDTH = 4  # numbers per token
+TOGETHER = 64  # reduced tensors in one block of memory
 
 # Outputs at unchanged tokens may differ by this fraction of the largest difference at changed
 # tokens, because a mixture of experts may sum in another order, and half precision rounds.
@@ -114,6 +115,14 @@ class Recorder:
 
     def __enter__(self) -> None: ...
 
+    def save(self, modules: Iterable[nn.Module]) -> None:
+        """Keep copies of the buffers of modules that are not known yet."""
+        for module in modules:
+            if module._buffers and id(module) not in self.saved:
+                buffers = {k: v for k, v in module._buffers.items() if v is not None}
+                copies = {name: value.detach().clone() for name, value in buffers.items()}
+                self.saved[id(module)] = (module, buffers, copies)
+
     def __exit__(self, *_: object) -> None:
         """Free the graph; restore the buffers of modules, such as token counts of experts."""
         self.last = ()
@@ -130,20 +139,27 @@ class Recorder:
         """Record all calls of modules inside the ``with``."""
         found: list[Call] = []
         numbers: Counter[int] = Counter()
+        free: list[Tensor] = []
         active = True
+
+        def compact(value: Tensor) -> Tensor:
+            """Move a reduced tensor next to others. Between activations, thousands of small tensors
+            would divide the free memory into parts too small for the next pass."""
+            if not free:
+                places = documents.rows * documents.row
+                free.extend(torch.empty(TOGETHER, places, WIDTH, device=value.device).unbind())
+            return free.pop()[:, : value.shape[1]].copy_(value)
 
         def save(module: nn.Module, inputs: Any) -> None:
             del inputs
-            if module._buffers and id(module) not in self.saved and not is_compiling():
-                buffers = {k: v for k, v in module._buffers.items() if v is not None}
-                copies = {name: value.detach().clone() for name, value in buffers.items()}
-                self.saved[id(module)] = (module, buffers, copies)
+            if not is_compiling():
+                self.save([module])
 
         def small(value: Any, *, ids: bool = False) -> list[Tensor]:
             found = [x for x in tensors(value) if x.is_floating_point() != ids]
             self.dtypes.update(x.dtype for x in found)
             reduced = [per_token(x, documents) for x in found]
-            return [reduce(x) for x in reduced if x is not None]
+            return [compact(reduce(x)) for x in reduced if x is not None]
 
         def keep(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if isinstance(module, nn.Conv1d):
@@ -167,6 +183,8 @@ class Recorder:
             active = False  # recomputation of checkpoints calls modules again
             for hook in hooks:
                 hook.remove()
+                # torch leaves this mark, and then takes a slower path in every module.
+                nn.modules.module._global_forward_hooks_with_kwargs.pop(hook.id, None)
 
 
 class Gradients:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -64,3 +67,39 @@ def test_five_passes_of_few_logits_suffice(layer: nn.Module) -> None:
     with Largest() as largest:
         model(**batch)
     assert largest.numel == sum(LENGTHS) * IDS
+
+
+MEMORY = """
+import sys, torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from megapack.probe import probe
+
+def status(key):
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(key))
+
+torch.set_num_threads(1)
+config = AutoConfig.for_model(
+    "llama", hidden_size=128, intermediate_size=512, num_hidden_layers=8, num_attention_heads=8,
+    num_key_value_heads=8, vocab_size=8_000,
+)
+model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+ids, positions = torch.randint(3, 8_000, (1, 1024)), torch.arange(128).repeat(8)[None]
+batch = dict(input_ids=ids, position_ids=positions, use_cache=False)
+open("/proc/self/clear_refs", "w").write("5")  # the peak begins again
+before = status("VmRSS")
+if sys.argv[1] == "probe":
+    assert probe(model, batch).ok
+else:
+    model(**batch, labels=ids).loss.backward()
+print(status("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux")
+def test_memory_stays_below_that_of_a_training_step() -> None:
+    peak = {
+        what: int(subprocess.check_output([sys.executable, "-c", MEMORY, what]))
+        for what in ("probe", "step")
+    }
+    assert peak["probe"] < peak["step"], peak

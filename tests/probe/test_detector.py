@@ -75,7 +75,7 @@ def test_nothing_of_the_model_changes() -> None:
     assert torch.equal(state, torch.get_rng_state()) and float(model.layers[1].calls) == 0
     assert all(parameter.grad is None for parameter in model.parameters())
     assert all(torch.equal(batch[name], value) for name, value in kept.items())
-    assert not torch.nn.modules.module._global_forward_hooks
+    assert not torch.nn.modules.module._has_any_global_hook()
 
 
 def test_random_layers_are_no_leak() -> None:
@@ -128,6 +128,47 @@ def test_precision_checkpoints_and_compiled_code(how: str, leaks: bool) -> None:
     if leaks:
         (leak,) = report.leaks
         assert leak.layer is not None and "layers.1" in leak.layer
+
+
+@pytest.mark.parametrize("target", ["module", "function", "layer"])
+def test_a_probe_compiles_no_code_again(target: str) -> None:
+    """Training goes through the code that was compiled before the probe; buffers are restored."""
+
+    class Counter(Attention):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor, of_token: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(x, of_token)
+
+    compiled: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(len(inputs))
+        return graph.forward
+
+    model, batch = Model(Counter()), batch_of([5, 6, 4])
+    run: Any = torch.compile(
+        (lambda batch: model(**batch)) if target == "function" else model, backend=backend
+    )
+    if target == "layer":
+        model.layers[1].compile(backend=backend)
+        run = model
+
+    def call() -> Tensor:
+        made: Tensor = run(**batch) if target != "function" else run(batch)
+        return made
+
+    torch._dynamo.reset()  # type: ignore[no-untyped-call]
+    call().sum().backward()
+    with torch.no_grad():  # the probe's mode; compiled code has one of its own
+        call()
+    before = len(compiled)
+    assert probe(run, batch).ok and float(model.layers[1].calls) == 2
+    call().sum().backward()
+    assert len(compiled) == before > 0
 
 
 class Wrong(torch.autograd.Function):
