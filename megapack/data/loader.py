@@ -352,10 +352,6 @@ class PackedLoader:
     def __repr__(self) -> str:
         return f"PackedLoader({self.sampler!r}, on {self.device or 'the CPU'})"
 
-    def state_dict(self, step: int) -> dict[str, Any]:
-        """Return the state for a checkpoint before ``step``; prefetched batches do not matter."""
-        return self.schedule.state_dict(step)
-
     def __iter__(self) -> Iterator[Batch]:
         batches = self._from_thread() if self.prefetch else self._gathered()
         if self.check_ranks_every:
