@@ -6,7 +6,6 @@ steps already taken, but only report changes to later steps.
 
 - ``identity``, ``check_state``, ``resume_step``: everything that determines the order of samples.
 - ``check_record``: a record, flat keys of everything else that determines a run.
-- ``LoaderState``: the state of a loader, which has no record: the order and the data's bytes.
 - ``refuse_damage``: the errors of both for a state whose values do not have the saved types.
 
     check_state({..., "seed": 8}, {..., "seed": 7, "step": 100})
@@ -17,12 +16,10 @@ steps already taken, but only report changes to later steps.
 from __future__ import annotations
 
 import json
-import logging
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -37,9 +34,6 @@ from megapack.storage.columns import INTERPRETED
 
 if TYPE_CHECKING:
     from megapack.data.dataset import PackedDataset
-    from megapack.data.schedule import Schedule
-
-logger = logging.getLogger(__name__)
 
 # Increment it when the same (index, configuration, step) yields different samples than before.
 # 2: blends draw from their datasets by exact weights.
@@ -316,32 +310,6 @@ def content_digests(data: PackedDataset) -> dict[str, list[Any]]:
                 digest = columns[name].content_digest if name in columns else None
                 digests.setdefault(f"{key} {name}", []).append(digest)
     return digests
-
-
-class LoaderState:
-    """State of a loader: a step, the order of samples, and digests of the bytes of the data."""
-
-    def __init__(self, schedule: Schedule, data: PackedDataset) -> None:
-        self._schedule, self._data = schedule, data
-
-    @cached_property
-    def _content(self) -> dict[str, Any]:
-        return {"data.content": content_digests(self._data)}
-
-    def save(self, step: int) -> dict[str, Any]:
-        """Return the state before ``step``; JSON."""
-        return {**self._schedule.state_dict(step), **self._content}
-
-    def resume_step(self, state: State) -> int:
-        """Return the step to continue with; log changes of later steps. Raises ResumeError if
-        earlier steps or the bytes of the data differ, or if the state is damaged."""
-        with refuse_damage("the saved state of the data"):
-            changes = self._schedule.check_state(state)
-            saved = {key: state[key] for key in self._content}
-            check_record(self._content, saved, option=None)
-        for change in changes:
-            logger.warning("the run has changed: %s", change)
-        return int(state["step"])
 
 
 def model_record(architecture: Any, prefix: str = "model.") -> dict[str, Any]:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from megapack.calls import checked_call
 from megapack.data import PackedDataset, Schedule, build_loader
 from megapack.data.batch import Batch
-from megapack.data.resume import LoaderState
+from megapack.data.loader import LoaderState
 from megapack.errors import ConfigError
 from megapack.integrations.dialects import MAXTEXT, Dialect, check_columns, emit
 

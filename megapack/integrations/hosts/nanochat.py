@@ -26,7 +26,7 @@ from nanochat.common import get_dist_info
 from torch import Tensor
 
 from megapack.data import PackedDataset, Schedule, build_loader, check_token_ids
-from megapack.data.resume import LoaderState
+from megapack.data.loader import LoaderState
 from megapack.integrations.host import Rebinding
 from megapack.packing import pack
 from megapack.storage import IndexedDataset

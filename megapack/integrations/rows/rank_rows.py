@@ -40,8 +40,8 @@ from megapack.attention import TreeSegments, tree_arguments
 from megapack.attention.experts import token_mask
 from megapack.calls import checked_call
 from megapack.data import Batch, BatchLayout, BucketBatchSampler, MicroBatch, PackedDataset
-from megapack.data.loader import prefetch_remote
-from megapack.data.resume import LoaderState, refuse_damage
+from megapack.data.loader import LoaderState, prefetch_remote
+from megapack.data.resume import refuse_damage
 from megapack.data.schedule import Schedule
 from megapack.errors import ConfigError, ResumeError
 from megapack.integrations import dialects
