@@ -187,6 +187,25 @@ class Recorder:
                 nn.modules.module._global_forward_hooks_with_kwargs.pop(hook.id, None)
 
 
+@contextmanager
+def rounding_errors(seed: int) -> Iterator[None]:
+    """Add half a unit in the last place, up or down, to outputs of modules in half precision."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def disturb(module: nn.Module, args: Any, output: Any) -> Any:
+        del module, args
+        if not isinstance(output, Tensor) or output.dtype not in (torch.bfloat16, torch.float16):
+            return None
+        sign = torch.randint(0, 2, output.shape, generator=generator).to(output.device) * 2 - 1
+        return (output.float() * (1 + sign * torch.finfo(output.dtype).eps / 2)).to(output.dtype)
+
+    hook = register_module_forward_hook(disturb)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
 class Gradients:
     """Graph of a pass: tensors that come from ids alone, and inputs and outputs of all modules.
 

@@ -130,6 +130,31 @@ def test_precision_checkpoints_and_compiled_code(how: str, leaks: bool) -> None:
         assert leak.layer is not None and "layers.1" in leak.layer
 
 
+class Steep(nn.Module):
+    """A layer whose kernel rounds in another way in a row, and that amplifies rounding."""
+
+    def forward(self, x: Tensor, of_token: Tensor) -> Tensor:
+        in_row = int(of_token.max()) > 0
+        rounded = (x.double() * (1 + in_row * torch.finfo(x.dtype).eps / 3)).to(x.dtype)
+        return torch.sin(32 * rounded)
+
+
+class Place(nn.Module):
+    """A layer that adds a number for the place in the row."""
+
+    def forward(self, x: Tensor, of_token: Tensor) -> Tensor:
+        del of_token
+        return torch.arange(x.shape[1]).view(1, -1, 1).to(x.dtype).expand_as(x) / x.shape[1]
+
+
+@pytest.mark.parametrize("layer", [Steep(), Place()])
+def test_rounding_of_half_precision_is_no_leak(layer: nn.Module) -> None:
+    """A document alone may be computed by another kernel; where it is in the row is a leak."""
+    report = probe(Model(layer).bfloat16(), batch_of([5, 6, 4]))
+    assert report.ok == isinstance(layer, Steep), report
+    assert report.ok or report.leaks[0].layer == "layers.1"
+
+
 @pytest.mark.parametrize("target", ["module", "function", "layer"])
 def test_a_probe_compiles_no_code_again(target: str) -> None:
     """Training goes through the code that was compiled before the probe; buffers are restored."""
