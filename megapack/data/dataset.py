@@ -15,7 +15,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -177,8 +177,6 @@ class PackedDataset(_Dataset):
         checked_integer("pad_token", pad_token, -(1 << 63), (1 << 63) - 1)
         checked_integer("alignment", alignment, 1, (1 << 31) - 1)
         checked_integer("num_mtp_targets", num_mtp_targets, 0, 64)
-        if framework not in get_args(Framework):
-            raise ConfigError(f"framework is {framework!r}; it must be 'torch' or 'numpy'")
         in_groups = attention == "group" and label_boundary == "document"
         self._options: dict[str, Any] = {
             "positions": positions,
@@ -606,6 +604,7 @@ def open_blend(
     pad_token: int = 0,
     alignment: int = 1,
     num_mtp_targets: int = 0,
+    framework: Framework = "torch",
     decided: Sequence[Stage] = (),
     loss: Loss | None = None,
 ) -> PackedDataset:
@@ -639,6 +638,7 @@ def open_blend(
         pad_token=pad_token,
         alignment=alignment,
         num_mtp_targets=num_mtp_targets,
+        framework=framework,
         decided=decided,
         loss=loss,
     )

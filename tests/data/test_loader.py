@@ -326,6 +326,15 @@ def test_sampler_is_torchs(packed: PackedDataset, num_workers: int, start: str |
         assert torch.equal(tokens, batch["tokens"])
 
 
+def test_damaged_states_of_the_sampler_are_refused(packed: PackedDataset) -> None:
+    micro_batches: Any = iter(_sampler(packed))
+    state = micro_batches.state_dict()
+    for damaged in ({**state, "micro_step": "x"}, {**state, "step": None}, {"step": 3}, None):
+        with pytest.raises(ResumeError, match=r"the saved state of the sampler is damaged \("):
+            micro_batches.load_state_dict(damaged)
+    micro_batches.load_state_dict(state)
+
+
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("num_workers", "consumed"), [(0, 0), (0, 3), (2, 1), (2, 8)])
 def test_stateful_loader_continues(packed: PackedDataset, num_workers: int, consumed: int) -> None:

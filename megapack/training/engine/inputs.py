@@ -144,7 +144,7 @@ def verify_samples(inputs: Inputs, world: World) -> None:
     datasets that have a meta file, once per host; collective. Raises FormatError on all ranks.
     Shards are compared with their manifest later, when the first sample is drawn from them."""
     problem = None
-    if world.rank == world.gather(world.host).index(world.host):
+    if world.is_first_of_host():
         try:
             verify_files(inputs)
         except (MegapackError, OSError) as error:
