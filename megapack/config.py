@@ -12,6 +12,7 @@ as integers. ``check_range`` checks ranges.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import operator
 import types
@@ -41,11 +42,11 @@ def load_config(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -
     where = str(path)
     if not isinstance(tree, dict):
         return from_dict(cls, tree, where=where)
-    problem = _problem(cls, apply_overrides(tree, overrides), where)
-    if problem is not None:
+    config, problem = _attempt(cls, apply_overrides(tree, overrides), where)
+    if config is None:
         # The overrides without which the error would be another one, or none, are to blame.
         others = [[*overrides[:i], *overrides[i + 1 :]] for i in range(len(overrides))]
-        without = [_problem(cls, apply_overrides(tree, each), where) for each in others]
+        without = [_attempt(cls, apply_overrides(tree, each), where)[1] for each in others]
         blamed = [
             f"--set {override}"
             for override, other in zip(overrides, without, strict=True)
@@ -54,15 +55,15 @@ def load_config(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -
         if blamed:
             problem = f"{' '.join(blamed)}: {problem.removeprefix(f'{where}: ')}"
         raise ConfigError(problem)
-    return from_dict(cls, apply_overrides(tree, overrides), where=where)
+    return config
 
 
-def _problem(cls: type[Any], tree: Mapping[str, Any], where: str) -> str | None:
+def _attempt(cls: type[T], tree: Mapping[str, Any], where: str) -> tuple[T | None, str]:
+    """Return the configuration, or the error's text."""
     try:
-        from_dict(cls, tree, where=where)
+        return from_dict(cls, tree, where=where), ""
     except ConfigError as error:
-        return str(error)
-    return None
+        return None, str(error)
 
 
 def apply_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -94,18 +95,11 @@ def from_dict(cls: type[T], tree: Any, *, where: str = "configuration") -> T:
     an unknown key x suggests the field with ``metadata={"formerly": "x"}``."""
     if not isinstance(tree, Mapping):
         raise ConfigError(f"{where} is {tree!r:.200}; it must be a mapping of keys")
-    hints = get_type_hints(cls)
-    fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
-    formerly = {f.metadata["formerly"]: n for n, f in fields.items() if "formerly" in f.metadata}
-    values: dict[str, Any] = {}
-    check_known(where, "key", tree, fields, formerly)
-    for key, value in tree.items():
-        values[key] = _convert(hints[key], value, f"{where}: {key}")
-    for name, field in fields.items():
-        required = (
-            field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        )
-        if required and name not in values:
+    hints, required, formerly = _keys(cls)
+    check_known(where, "key", tree, hints, formerly)
+    values = {key: _convert(hints[key], tree[key], f"{where}: {key}") for key in tree}
+    for name in required:
+        if name not in values:
             raise ConfigError(f"{where}: missing key {name!r}; it has no default, so add it")
     try:
         return cls(**values)
@@ -113,6 +107,16 @@ def from_dict(cls: type[T], tree: Any, *, where: str = "configuration") -> T:
         raise
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from error
+
+
+@functools.cache
+def _keys(cls: type[Any]) -> tuple[dict[str, Any], list[str], dict[str, str]]:
+    """Return key -> type hint, the keys without a default, and former key -> key."""
+    all_hints, fields = get_type_hints(cls), [f for f in dataclasses.fields(cls) if f.init]
+    missing = dataclasses.MISSING
+    required = [f.name for f in fields if f.default is missing and f.default_factory is missing]
+    formerly = {f.metadata["formerly"]: f.name for f in fields if "formerly" in f.metadata}
+    return {f.name: all_hints[f.name] for f in fields}, required, formerly
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -238,7 +242,7 @@ def check_known(
         what: kind of the names, as in "key".
         formerly: old name -> known name.
     """
-    known = list(known)
+    known = dict.fromkeys(known)
     for name in names:
         if name not in known:
             hint, listed = nearest(str(name), known, formerly), ", ".join(sorted(known))
