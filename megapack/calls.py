@@ -61,18 +61,21 @@ def checked_call(function: F, instead: Mapping[str, str] | None = None) -> F:
     subject = function.__qualname__.removesuffix(".__init__")
 
     @functools.cache  # at the first call, when all names of the hints exist
-    def declared() -> tuple[inspect.Signature, dict[str, Any]]:
-        return inspect.signature(function), _hints(function)
+    def declared() -> tuple[inspect.Signature, dict[str, Any], list[tuple[int, str]]]:
+        signature, hints = inspect.signature(function), _hints(function)
+        chosen = [(i, n) for i, n in enumerate(signature.parameters) if _choices(hints.get(n))]
+        return signature, hints, chosen
 
     accepted: set[tuple[Any, ...]] = set()
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        # Checks depend on types, and on the values of strings: what passed once passes again.
-        kinds = (*map(_kind, args), None, *kwargs, None, *map(_kind, kwargs.values()))
+        signature, hints, chosen = declared()
+        # Checks depend on types, and on the values of choices: what passed once passes again.
+        values = [args[i] if i < len(args) else kwargs.get(name) for i, name in chosen]
+        kinds = (*map(type, args), *kwargs, *map(type, kwargs.values()), *map(_kind, values))
         if kinds in accepted:
             return function(*args, **kwargs)
-        signature, hints = declared()
         try:
             arguments = signature.bind(*args, **kwargs).arguments
         except TypeError as error:

@@ -12,6 +12,7 @@ as integers. ``check_range`` checks ranges.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import operator
 import types
@@ -96,18 +97,11 @@ def from_dict(cls: type[T], tree: Any, *, where: str = "configuration") -> T:
     an unknown key x suggests the field with ``metadata={"formerly": "x"}``."""
     if not isinstance(tree, Mapping):
         raise ConfigError(f"{where} is {tree!r:.200}; it must be a mapping of keys")
-    hints = get_type_hints(cls)
-    fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
-    formerly = {f.metadata["formerly"]: n for n, f in fields.items() if "formerly" in f.metadata}
-    values: dict[str, Any] = {}
-    check_known(where, "key", tree, fields, formerly)
-    for key, value in tree.items():
-        values[key] = _convert(hints[key], value, f"{where}: {key}")
-    for name, field in fields.items():
-        required = (
-            field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        )
-        if required and name not in values:
+    hints, required, formerly = _keys(cls)
+    check_known(where, "key", tree, hints, formerly)
+    values = {key: _convert(hints[key], tree[key], f"{where}: {key}") for key in tree}
+    for name in required:
+        if name not in values:
             raise ConfigError(f"{where}: missing key {name!r}; it has no default, so add it")
     try:
         return cls(**values)
@@ -115,6 +109,16 @@ def from_dict(cls: type[T], tree: Any, *, where: str = "configuration") -> T:
         raise
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from error
+
+
+@functools.cache
+def _keys(cls: type[Any]) -> tuple[dict[str, Any], list[str], dict[str, str]]:
+    """Return key -> type hint, the keys without a default, and former key -> key."""
+    all_hints, fields = get_type_hints(cls), [f for f in dataclasses.fields(cls) if f.init]
+    missing = dataclasses.MISSING
+    required = [f.name for f in fields if f.default is missing and f.default_factory is missing]
+    formerly = {f.metadata["formerly"]: f.name for f in fields if "formerly" in f.metadata}
+    return {f.name: all_hints[f.name] for f in fields}, required, formerly
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -240,7 +244,7 @@ def check_known(
         what: kind of the names, as in "key".
         formerly: old name -> known name.
     """
-    known = list(known)
+    known = dict.fromkeys(known)
     for name in names:
         if name not in known:
             hint, listed = nearest(str(name), known, formerly), ", ".join(sorted(known))

@@ -280,9 +280,9 @@ class Epochs(NamedTuple):
     def moved(self, begin: int, samples: Ids) -> Epochs:
         """Return the order in which cursors from ``begin`` on take these samples. An earlier move
         is kept, unless it ends before ``begin``."""
-        low, end = begin, begin + len(samples)
-        if self.move is not None and begin < self.move.end:
-            low, end = min(begin, self.move.begin), max(end, self.move.end)
+        if self.move is None or begin >= self.move.end:
+            return self._replace(move=Move(begin, samples))
+        low, end = min(begin, self.move.begin), max(begin + len(samples), self.move.end)
         joined = self.samples(low, end - low)
         joined[begin - low : begin - low + len(samples)] = samples
         return self._replace(move=Move(low, joined))

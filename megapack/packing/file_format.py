@@ -54,13 +54,14 @@ def is_count(value: Any) -> bool:
 
 
 def are_counts(value: Any) -> bool:
-    return isinstance(value, list) and all(map(is_count, value))
+    return isinstance(value, list) and {*map(type, value)} <= {int} and min(value, default=0) >= 0
 
 
 def find_wrong(values: Any, checks: Mapping[str, Check]) -> str | None:
     """Return the first field that is missing or fails its check, as the end of a sentence."""
+    is_mapping = isinstance(values, Mapping)
     for name, check in checks.items():
-        if not isinstance(values, Mapping) or name not in values:
+        if not is_mapping or name not in values:
             return f"has no {name}"
         if not check(values[name]):
             return f"says {name} is {values[name]!r:.80}"

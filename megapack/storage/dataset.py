@@ -131,15 +131,14 @@ class IndexedDataset:
         code = self._index.header.dtype_code
         self.dtype: np.dtype[Any] = dtype_of_code(code, self._index.name)
         # Detect the dtype table of another tool: its token width differs, and so do the pointers.
-        expected = 0
-        for i in range(min(len(self), 64)):
-            if self._index.pointer(i) != expected:
-                raise FormatError(
-                    f"{self._index.name}: sequence {i} points at byte {self._index.pointer(i)}, "
-                    f"but {self.dtype.name} sequences before it end at {expected}; "
-                    "run `megapack-build verify` for the reason"
-                )
-            expected += self._index.length(i) * self.dtype.itemsize
+        lengths, pointers = self._index.first_sequences(64)
+        expected = (np.cumsum(lengths, dtype=np.int64) - lengths) * self.dtype.itemsize
+        for i in np.flatnonzero(pointers != expected).tolist():
+            raise FormatError(
+                f"{self._index.name}: sequence {i} points at byte {pointers[i]}, "
+                f"but {self.dtype.name} sequences before it end at {expected[i]}; "
+                "run `megapack-build verify` for the reason"
+            )
         self._modes = self._index.modes() if self.multimodal else None
 
     def _count_tokens(self, name: str, bin_bytes: int) -> int:
