@@ -247,6 +247,10 @@ def test_run_of_an_earlier_version_is_not_proven(copied: Path) -> None:
     [missing] = [f for f in answer["findings"] if f["severity"] == "error"]
     assert missing["code"] == "not-recorded" and "earlier version" in missing["message"]
     assert answer["num_steps"] == NUM_STEPS and answer["sources"], "its questions are answered"
+    append_jsonl(copied / "log.jsonl", {"step": 8})  # by this version, which resumes the run
+    RunDirectory(copied).record("start")
+    message = f"log.jsonl has {NUM_STEPS} lines without a chain, of an earlier version"
+    assert message in findings(copied)
 
 
 @pytest.fixture

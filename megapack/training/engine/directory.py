@@ -467,19 +467,23 @@ def chain_problems(path: Path, recorded: LogFacts | None, *, may_grow: bool) -> 
         recorded: the last ``LogFacts`` of the file; None: ``audit.jsonl`` itself.
         may_grow: the run did not end in order, so that it may have written more lines.
     """
-    chain, end, num_broken, broken_at = _FIRST_CHAIN, 0, 0, 0
+    chain, end, num_old, num_broken, broken_at = _FIRST_CHAIN, 0, 0, 0, 0
     chain_at = {0: ""}
     with path.open("rb") as file:
         for number, text in enumerate(file, start=1):
             if may_grow and not text.endswith(b"\n"):
                 break  # the run was killed while it wrote the line
             match = _CHAIN.fullmatch(text)
-            if match is None or _next_chain(chain, match[1]) != match[2].decode():
+            if num_old == number - 1 and b'"chain"' not in text:
+                num_old += 1
+            elif match is None or _next_chain(chain, match[1]) != match[2].decode():
                 num_broken, broken_at = num_broken + 1, broken_at or number
             if text.endswith(b"\n"):
                 chain, end = _chain_of(text) or chain, end + len(text)
                 if recorded is not None and end == recorded.bytes:
-                    chain_at[end] = chain
+                    chain_at[end] = _chain_of(text)
+    if num_old:
+        yield f"has {num_old} lines without a chain, of an earlier version: they are not proven"
     if num_broken:
         more = f" (and {num_broken - 1} more)" if num_broken > 1 else ""
         yield f"has a changed line, or lacks the line before it: line {broken_at}{more}"
