@@ -121,6 +121,10 @@ SHARED: dict[str, dict[str, Any]] = {
         "help": "print what the command would do, and write nothing",
     },
     "--json": {"action": "store_true", "help": "print the result as JSON on stdout"},
+    "--document": {
+        "metavar": "SOURCE:D",
+        "help": "show the steps that draw document D (counted from 0) of a source",
+    },
     "--no-tokens": {"action": "store_true", "help": "do not read .bin: faster, with fewer checks"},
     "--threads": {
         "type": positive,

@@ -41,6 +41,7 @@ COMMANDS = {
     "simulate": ("megapack.cli.simulate", "simulate steps on a cluster: time, bubbles, idle ranks"),
     "inspect": ("megapack.cli.inspect", "show the content of .idx and .samples files"),
     "trace": ("megapack.cli.trace", "show which documents a run trains on, and when"),
+    "audit": ("megapack.cli.audit", "prove what a run was trained on, from its records"),
     "report": ("megapack.cli.report", "write an HTML page about a run: losses, decisions, speed"),
     "merge": ("megapack.cli.merge", "many datasets -> one"),
     "verify": ("megapack.cli.verify", "check datasets and .samples files for damage"),

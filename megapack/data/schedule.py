@@ -28,6 +28,7 @@ import copy
 import dataclasses
 import logging
 import os
+import zlib
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -109,6 +110,11 @@ class Step:
     def sample_ids(self) -> Ids:
         """Sample ids of all draws, int64."""
         return np.concatenate([draw.sample_ids for draw in self.draws])
+
+    @property
+    def checksum(self) -> str:
+        """CRC-32 of ``sample_ids``, 8 hexadecimal digits; ``log.jsonl`` records it."""
+        return f"{zlib.crc32(np.ascontiguousarray(self.sample_ids, np.int64).tobytes()):08x}"
 
     @cached_property
     def view(self) -> StepView:

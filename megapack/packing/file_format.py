@@ -217,7 +217,7 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
         expected = {**ARRAYS, **ARRAYS_OF_TREES}
     elif header["groups"] is not None:
         expected = {**ARRAYS, **ARRAYS_OF_GROUPS}
-    arrays = _map(path, mapped, table, expected)
+    arrays = _map(path, mapped, header.pop("end"), table, expected)
     header["checksums"] = {name: table[name]["xxh64"] for name in arrays}
     for name in SMALL:
         arrays[name] = np.asarray(arrays[name])
@@ -234,7 +234,7 @@ def _read_header(path: Path, file: IO[bytes], size: int) -> dict[str, Any]:
         raise FormatError(f"{path} does not begin with {MAGIC.decode()}: it is not a .samples file")
     if len(preamble) < _PREAMBLE.size:
         raise FormatError(f"{path} is truncated: it has {size} bytes, less than a header")
-    _, version, _, header_size, digest = _PREAMBLE.unpack(preamble)
+    _, version, reserved, header_size, digest = _PREAMBLE.unpack(preamble)
     if not VERSION <= version <= VERSION_OF_TREES:
         remedy = "install a newer megapack, or pack the dataset again"
         if version < VERSION:
@@ -248,7 +248,7 @@ def _read_header(path: Path, file: IO[bytes], size: int) -> dict[str, Any]:
             f"{path} is truncated: its header of {header_size} bytes does not fit in {size}"
         )
     encoded = file.read(header_size)
-    if xxhash.xxh3_64_intdigest(encoded) != digest:
+    if xxhash.xxh3_64_intdigest(encoded) != digest or reserved != 0:
         raise FormatError(f"{path} is damaged: its header does not match the header's checksum")
     header: dict[str, Any] = parse_json(
         encoded, f"{path}: the header", remedy="pack the dataset again"
@@ -262,14 +262,17 @@ def _read_header(path: Path, file: IO[bytes], size: int) -> dict[str, Any]:
     has_groups = header.setdefault("groups", None) is not None
     if version != VERSION_OF_TREES and has_groups != (version == VERSION_OF_GROUPS):
         raise FormatError(f"{path} is damaged: its version is {version}, and only 3 has groups")
-    return {**header, "version": version}
+    return {**header, "version": version, "end": _PREAMBLE.size + header_size}
 
 
 def _map(
-    path: Path, mapped: NDArray[np.uint8], table: Any, expected: Mapping[str, tuple[str, ...]]
+    path: Path,
+    mapped: NDArray[np.uint8],
+    previous_end: int,
+    table: Any,
+    expected: Mapping[str, tuple[str, ...]],
 ) -> dict[str, Any]:
     arrays: dict[str, Any] = {}
-    previous_end = _PREAMBLE.size  # arrays are in this order and do not overlap
     for name, dtypes in expected.items():
         match table.get(name) if isinstance(table, dict) else None:
             case {
@@ -285,10 +288,13 @@ def _map(
             raise FormatError(f"{path} has no array {name} of dtype {' or '.join(dtypes)}")
         dtype = np.dtype(kind)
         end = begin + count * dtype.itemsize
-        if count < 0 or begin < previous_end or begin % ALIGNMENT or end > len(mapped):
+        # Arrays are in this order; the bytes between them have no checksum, but are 0.
+        is_placed = count >= 0 and previous_end <= begin and end <= len(mapped)
+        if not is_placed or begin % ALIGNMENT or mapped[previous_end:begin].any():
             raise FormatError(
                 f"{path} is damaged: array {name} has bytes {begin} to {end}, outside the file, "
-                f"unaligned, or overlapping another array; pack the dataset again"
+                f"unaligned, overlapping another array, or after bytes that are not 0; pack the "
+                "dataset again"
             )
         arrays[name] = CheckedArray.of(
             mapped[begin:end].view(dtype),

@@ -246,6 +246,7 @@ def prepare(
             inputs.decisions.write(run.path)
         for problem in run.truncate_logs(inputs.schedule.tokens_before(start_step)):
             logger.warning("%s", problem)
+        run.record("start", inputs.recorded_files())
 
     world.on_first(write_start)  # before any rank appends to the logs
     trainer = Trainer(

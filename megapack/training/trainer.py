@@ -309,7 +309,12 @@ class Trainer:
         decisions = decisions.with_new(decision)
         inputs = Inputs(self.config, decisions)  # raises before an invalid stage is written
         self.check_files(inputs)
-        self.world.on_first(lambda: decisions.write(self.run_dir.path))
+
+        def write() -> None:
+            decisions.write(self.run_dir.path)
+            self.run_dir.record("decision")
+
+        self.world.on_first(write)
         self.decisions = decisions
         return inputs
 
@@ -373,9 +378,12 @@ class Trainer:
             self.run_dir.path / "config.yaml",
         )
         self.restore_monitors(state, start)
-        self.world.on_first(
-            lambda: self.run_dir.truncate_logs(inputs.schedule.tokens_before(start))
-        )
+
+        def truncate() -> None:
+            self.run_dir.truncate_logs(inputs.schedule.tokens_before(start))
+            self.run_dir.record("rollback")
+
+        self.world.on_first(truncate)
         self.saved = self.begun = start
         self.resume(inputs, start)
 
@@ -504,6 +512,7 @@ class Trainer:
             return
         self.saved = self.begun
         self.set_step(self.done)
+        self.world.on_first(lambda: self.run_dir.record("checkpoint"))
         logger.info(
             "saved %s: training waited %.2f s, on the disk after %.2f s",
             *(self.store.directory / tag, self.save_waited, time.perf_counter() - self.save_began),

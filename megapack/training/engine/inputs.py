@@ -12,6 +12,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -31,9 +33,11 @@ from megapack.storage import IndexedDataset
 from megapack.storage.address import is_remote
 from megapack.storage.columns import Column
 from megapack.storage.dataset import read_lengths_file
-from megapack.storage.metadata import damaged_file
+from megapack.storage.index_file import path_of
+from megapack.storage.metadata import damaged_file, meta_path
 from megapack.training.config import DistillConfig, PretrainConfig
 from megapack.training.engine.deepspeed_config import check_deepspeed
+from megapack.training.engine.directory import FileFacts
 from megapack.training.engine.world import World
 from megapack.training.model.architecture import (
     check_checkpoint,
@@ -58,6 +62,7 @@ class Inputs(OpenRun):
     """
 
     def __init__(self, config: PretrainConfig, decided: Decisions | None = None) -> None:
+        self.config = config
         try:
             super().__init__(config, decided)
             options: dict[str, Any] = {
@@ -108,6 +113,25 @@ class Inputs(OpenRun):
             "samples": list(self.schedule.samples.fingerprints),
         }
 
+    def recorded_files(self) -> dict[str, FileFacts]:
+        """Return the facts of the local files that determine the data, by absolute path: samples,
+        manifests, lists, scores, and meta files, which have the checksums of the other files. For
+        a dataset without a meta file, its .bin and .idx, unless they are too large to hash now."""
+        paths: set[str | Path | None] = {self.config.data.blend}
+        for data in (self.data, *self.held_out):
+            paths |= {index.path for index in data.samples.indices}
+            for prefix in local_prefixes(data):
+                pair = [path_of(prefix, suffix) for suffix in (".bin", ".idx")]
+                has_meta = meta_path(prefix).exists()
+                small = [path for path in pair if path.stat().st_size <= _VERIFIED_BYTES]
+                paths |= {meta_path(prefix)} if has_meta else {*small}
+        if self.blend is not None:
+            paths |= {source.scores for source in self.blend.sources}
+            paths |= {p for stage in self.blend.stages for p in (stage.exclude or {}).values()}
+        local = sorted(str(Path(p).absolute()) for p in paths if p and not is_remote(p))
+        with ThreadPoolExecutor(16) as pool:  # a source may have tens of thousands of meta files
+            return dict(zip(local, pool.map(FileFacts.of, map(Path, local)), strict=True))
+
 
 def _valid_positions(positions: str) -> Literal["segment", "document"]:
     # Held-out documents are scored alone, so "sample" does not apply.
@@ -152,6 +176,11 @@ def verify_samples(inputs: Inputs, world: World) -> None:
     world.fail_together(problem, "data", FormatError)
 
 
+def local_prefixes(data: PackedDataset) -> list[str]:
+    prefixes = (prefix for source in data.datasets for prefix, _ in source.columns)
+    return [prefix for prefix in prefixes if not is_remote(prefix)]
+
+
 _VERIFIED_BYTES = 1 << 30  # of tokens and columns, of all sources together
 
 
@@ -162,8 +191,7 @@ def verify_files(inputs: Inputs) -> None:
             for shard in index.open_shards:
                 if shard is not None:
                     shard.verify()
-        shards = [prefix for source in data.datasets for prefix, _ in source.columns]
-        local = [prefix for prefix in shards if not is_remote(prefix)]
+        local = local_prefixes(data)
         for prefix in local:
             path = damaged_file(prefix, _VERIFIED_BYTES // len(local))
             if path is not None:
