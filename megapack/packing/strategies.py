@@ -48,6 +48,8 @@ class Request:
     wide_ids: bool = False
     tokens: DocumentTokens | None = None
     """None for strategies that need only lengths."""
+    second: NDArray[np.int64] | None = None  # of every document; None: only tokens are limited
+    second_capacities: list[int] | None = None  # of every bucket
 
     @property
     def capacity(self) -> int:
@@ -118,6 +120,7 @@ class Strategy:
     may_drop: bool = False  # by definition, a token may be in no sample
     may_repeat: bool = False  # by definition, a token may be in several samples
     needs_tokens: bool = False  # lengths are not enough
+    two_capacities: bool = False  # buckets may limit a second size of documents
     # Name -> function that returns a paper's parameters for the largest capacity.
     presets: Mapping[str, Callable[[int], dict[str, Any]]] = field(default_factory=dict)
     # Raises ConfigError if the (ascending) buckets contradict the parameters.
@@ -532,12 +535,22 @@ def _bucket_llm(request: Request, *, pairs: bool) -> Packing:
         "it (needs highspy; takes seconds for any number of documents)",
     ),
     many_buckets=True,
+    two_capacities=True,
 )
 def bucket(request: Request) -> Packing:
     """fill the bucket of the longest document with the longest documents that fit; a document is
     split only if it is longer than the largest bucket"""
     parameters = dict(request.parameters)
     pool_size = parameters.pop("pool_size")
+    if request.second is not None:  # without promote and refine
+        return request.pack(
+            "bucket_second",
+            buckets=request.buckets,
+            pool_size=pool_size,
+            max_segments=parameters["max_segments"] or 0,
+            second=request.second,
+            second_capacities=request.second_capacities,
+        )
     rules, decisions = _bucket_rules(request, **parameters)
     if "given" in rules:  # patterns for all documents need all documents in one pool
         pool_size = max(1, len(request.lengths))
