@@ -61,11 +61,11 @@ def test_core_equals_definition_on_adversarial_lengths(documents: list[int]) -> 
 
 
 def text_and_images(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Return tokens and images: texts without images, captions, and pages with up to 8 images."""
+    """Return tokens and images: 45 % texts, 33 % with one image, 22 % with 2 to 8."""
     chance = np.random.default_rng(seed)
-    kind = chance.random(count)
-    images = np.select([kind < 0.45, kind < 0.8], [0, 1], chance.integers(2, 9, count))
     text = np.exp(chance.normal(6, 1.1, count)).astype(np.int64).clip(8)
+    without, single = chance.random(count) < 0.45, chance.random(count) < 0.6
+    images = np.select([without, single], [0, 1], chance.integers(2, 9, count))
     return (text + 256 * images).clip(max=8192), images
 
 

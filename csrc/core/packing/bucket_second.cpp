@@ -1,5 +1,6 @@
 // bucket_second: `bucket` for documents with a second size (images, frames, bytes), which buckets
-// limit, too. This is vector bin packing in two dimensions.
+// limit, too. This is vector bin packing in two dimensions, by a rule like Choose Pack (Leinberger,
+// Karypis, Kumar, "Multi-capacity bin packing algorithms", ICPP 1999), a sample at a time.
 //
 // A sample needs text and images in the ratio in which the pool still has them; otherwise one of
 // its two capacities is left over, sample after sample. So documents are kept in two lists: heavy
