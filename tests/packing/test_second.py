@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packing_inputs import ADVERSARIAL, as_packing, same_arrays
 from reference.second import bucket_second
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from two_capacities import lower_bound, text_and_images
 
 from megapack.errors import ConfigError, DataError, FormatError
 from megapack.packing import STRATEGIES, SampleIndex, pack
@@ -60,15 +65,6 @@ def test_core_equals_definition_on_adversarial_lengths(documents: list[int]) -> 
     assert as_packing(index) == defined
 
 
-def text_and_images(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Return tokens and images: 45 % texts, 33 % with one image, 22 % with 2 to 8."""
-    chance = np.random.default_rng(seed)
-    text = np.exp(chance.normal(6, 1.1, count)).astype(np.int64).clip(8)
-    without, single = chance.random(count) < 0.45, chance.random(count) < 0.6
-    images = np.select([without, single], [0, 1], chance.integers(2, 9, count))
-    return (text + 256 * images).clip(max=8192), images
-
-
 def test_no_sample_exceeds_a_capacity_and_every_token_is_in_one() -> None:
     lengths, images = text_and_images(30_000)
     lengths[::100] *= 3  # longer than the largest bucket
@@ -89,12 +85,12 @@ def test_no_sample_exceeds_a_capacity_and_every_token_is_in_one() -> None:
     assert index.segment_second.tolist() == images[index.segment_document].tolist()
 
 
-@pytest.mark.parametrize("limit", [12, 16, 24])
-def test_few_samples_on_text_and_images(limit: int) -> None:
-    """2 % above the lower bound: each capacity holds the sum of its sizes."""
-    lengths, images = text_and_images(100_000)
+@pytest.mark.parametrize("limit", [8, 10, 12, 16])
+def test_samples_are_at_most_2_percent_above_a_lower_bound(limit: int) -> None:
+    lengths, images = text_and_images(20_000)
     index = pack(lengths, buckets=8192, second=images, second_capacity=limit)
-    bound = max(-(-lengths.sum() // 8192), -(-images.sum() // limit))
+    sums = max(-(-int(lengths.sum()) // 8192), -(-int(images.sum()) // limit))
+    bound = max(sums, lower_bound(lengths, images, 8192, limit, 256))
     assert bound <= index.num_samples <= 1.02 * bound
     if limit == 12:  # both capacities are needed: without the second one, many samples exceed it
         plain = pack(lengths, buckets=8192)
