@@ -205,6 +205,9 @@ def test_command_packs_by_a_column_or_a_file(prefix: Path, tmp_path: Path) -> No
         <= json.loads(printed("inspect", f"{prefix}.samples", "--json"))["metrics"].items()
     )
     assert "second padding ratio" in printed("inspect", f"{prefix}.samples")
+    shown = printed("inspect", f"{prefix}.samples", "--sample", index.num_samples - 1)
+    held = int(second_per_sample(index)[-1])
+    assert f"second size {held} of 4, {4 - held} padding" in shown
     assert not verify_samples(f"{prefix}.samples")
     assert "exists already" in build("pack", prefix, "--second", "images", *options).stderr
     refused = printed("pack", prefix, "--second", "image", *options, status=2)
