@@ -375,8 +375,8 @@ def _check_two_capacities(strategy: Strategy, groups: bool, parameters: Mapping[
     if not strategy.two_capacities:
         names = " or ".join(name for name, other in STRATEGIES.items() if other.two_capacities)
         raise ConfigError(f"strategy {strategy.name!r} has no second capacity; choose {names}")
-    if groups or parameters["refine"] or parameters["promote"] == "on":
-        unable = "groups" if groups else "refine" if parameters["refine"] else "promote"
+    if groups or parameters["refine"]:
+        unable = "groups" if groups else "refine"
         raise ConfigError(f"{unable} does not work with a second capacity; leave out one of them")
 
 

@@ -104,6 +104,7 @@ void run_all(const std::vector<Length>& lengths, std::int64_t capacity) {
             rules.capacities = buckets;
             rules.pool_size = pool_size;
             rules.max_segments = max_segments;
+            rules.overflow = max_segments == 0 ? Overflow::kPromote : Overflow::kPad;
             MEGAPACK_RUN(bucket_second, BucketSecondRules{rules, second, {2, 6, 9}});
         }
 }

@@ -44,6 +44,8 @@ def inputs(draw: st.DrawFn) -> dict[str, Any]:
         "seed": draw(st.integers(0, 9)),
         "pool_size": draw(st.sampled_from([1, 5, 17, 1000])),
         "max_segments": draw(st.sampled_from([None, 1, 2, 8])),
+        "promote": draw(st.sampled_from(["auto", "on", "off"])),
+        "padding_threshold": draw(st.sampled_from([0.0, 0.1, 0.5])),
     }
     return {"lengths": [d[0] for d in documents], "second": [d[1] for d in documents], **options}
 
@@ -101,8 +103,29 @@ def test_samples_are_at_most_2_percent_above_a_lower_bound(limit: int) -> None:
 def test_without_second_sizes_the_samples_are_those_of_one_capacity() -> None:
     lengths, _ = text_and_images(20_000)
     options: dict[str, Any] = {"buckets": [1024, 4096], "seed": 3, "pool_size": 6000}
-    zero = pack(lengths, second=np.zeros_like(lengths), second_capacity=1, **options)
-    assert same_arrays(zero, pack(lengths, promote="off", **options))
+    for promote in ("off", "on"):
+        options["promote"] = promote
+        zero = pack(lengths, second=np.zeros_like(lengths), second_capacity=1, **options)
+        plain = pack(lengths, **options)
+        assert zero.num_samples == plain.num_samples
+        for i in range(plain.num_samples):  # promoted samples have another order of segments
+            (bucket, segments), (other, others) = zero.sample(i), plain.sample(i)
+            assert (bucket, sorted(segments)) == (other, sorted(others)), promote
+
+
+def test_promote_auto_takes_the_better_choice() -> None:
+    lengths, images = text_and_images(20_000)
+    short = lengths < 2500
+    no_short = (lengths[~short], images[~short])  # hardly two fit into a bucket of 4,096
+    options: dict[str, Any] = {"buckets": [4096, 8192], "second_capacity": [8, 16]}
+    for better, (tokens, second) in (("off", (lengths, images)), ("on", no_short)):
+        made = {
+            how: pack(tokens, second=second, promote=how, **options)
+            for how in ("on", "off", "auto")
+        }
+        assert same_arrays(made["auto"], made[better]), better
+        assert better == "off" or made["auto"].decisions["promote"].startswith("on: padding is")
+        made["on"].verify(tokens)
 
 
 def test_alignment_and_fim_room_keep_the_second_capacity() -> None:
@@ -141,7 +164,6 @@ def test_strategies_without_two_capacities_refuse(name: str) -> None:
         ({"second_capacity": None}, "second_capacity is missing"),
         ({"second": None}, "second is missing"),
         ({"groups": [1, 1, 2]}, "groups does not work with a second capacity"),
-        ({"promote": "on"}, "promote does not work with"),
         ({"refine": True}, "refine does not work with"),
     ],
 )

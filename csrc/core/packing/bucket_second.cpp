@@ -188,34 +188,47 @@ class Pool {
     }
 
     void pack_sample(Candidate next) {
+        const Wide tokens = tokens_, second = second_;
+        const std::int64_t buckets = rules_.num_buckets();
         const TwoSizes first = sizes(next);
         std::int64_t b = 0;
         while (rules_.capacity(b).tokens < first.tokens || rules_.capacity(b).second < first.second)
             ++b;
-        const Wide tokens = tokens_, second = second_;
-        const std::int64_t limit = rules_.bucket.segment_limit(b);
-        TwoSizes space = rules_.capacity(b), used{0, 0};
-        buckets_[b].open_sample();
-        for (std::int64_t n = 1;; ++n) {
-            const TwoSizes taken = take(next, buckets_[b]);
+        std::vector<Candidate> sample;
+        for (TwoSizes used{0, 0}; next;) {
+            const TwoSizes taken = sizes(next);
             used = {used.tokens + taken.tokens, used.second + taken.second};
-            space = {space.tokens - taken.tokens, space.second - taken.second};
-            if (n == limit) return;
+            tokens_ -= taken.tokens;
+            second_ -= taken.second;
+            lists_[next.heavy].remove(next.entry);
+            sample.push_back(next);
             const bool heavy = used.second * tokens < used.tokens * second;
-            next = find(heavy, space);
-            if (!next) next = find(!heavy, space);
-            if (!next) return;
+            next = find_next(heavy, b, used, ssize(sample));
+            if (next || !promotes(b, used)) continue;
+            for (std::int64_t larger = b + 1; !next && larger < buckets; ++larger) {
+                next = find_next(heavy, larger, used, ssize(sample));
+                if (next) b = larger;
+            }
+        }
+        buckets_[b].open_sample();
+        for (const Candidate c : sample) {
+            const Id document = lists_[c.heavy][c.entry].document;
+            const std::int64_t length = sizes(c).tokens;
+            put(buckets_[b], document, documents_.lengths[document] - length, length);
         }
     }
 
-    TwoSizes take(Candidate c, PackedBucket<Id, Length>& bucket) {
-        const TwoSizes taken = sizes(c);
-        const Id document = lists_[c.heavy][c.entry].document;
-        put(bucket, document, documents_.lengths[document] - taken.tokens, taken.tokens);
-        lists_[c.heavy].remove(c.entry);
-        tokens_ -= taken.tokens;
-        second_ -= taken.second;
-        return taken;
+    // Returns the next document of a sample of `count` segments in bucket b, if one fits.
+    Candidate find_next(bool heavy, std::int64_t b, TwoSizes used, std::int64_t count) const {
+        if (count >= rules_.bucket.segment_limit(b)) return {heavy, -1};
+        const TwoSizes capacity = rules_.capacity(b);
+        const TwoSizes space{capacity.tokens - used.tokens, capacity.second - used.second};
+        const Candidate next = find(heavy, space);
+        return next ? next : find(!heavy, space);
+    }
+    bool promotes(std::int64_t b, TwoSizes used) const {
+        return rules_.bucket.overflow == Overflow::kPromote &&
+               rules_.bucket.exceeds_threshold(rules_.capacity(b).tokens - used.tokens, b);
     }
 
     static void put(PackedBucket<Id, Length>& bucket, Id document, std::int64_t begin,

@@ -263,10 +263,11 @@ struct TwoSizes {
 // bucket, in the smallest bucket that holds it. While some document fits in both capacities, takes
 // the one with the largest second size from the heavy documents if the sample has less of it per
 // token than the documents not packed when it was opened, else the longest of the others; if that
-// list has none, from the other list. Heavy: more of the second size per token than the pool. Every
+// list has none, from the other list. To promote a sample is to move it to the smallest larger
+// bucket in which a document fits. Heavy: more of the second size per token than the pool. Every
 // segment of a cut document counts with the second size of the whole document.
 struct BucketSecondRules {
-    BucketRules bucket;                           // pads, without pairs and given patterns
+    BucketRules bucket;                           // pads or promotes; no pairs or given patterns
     Span<const std::int64_t> second;              // of every document
     std::vector<std::int64_t> second_capacities;  // of every bucket, not descending
 
