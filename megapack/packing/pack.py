@@ -375,9 +375,11 @@ def _check_two_capacities(strategy: Strategy, groups: bool, parameters: Mapping[
     if not strategy.two_capacities:
         names = " or ".join(name for name, other in STRATEGIES.items() if other.two_capacities)
         raise ConfigError(f"strategy {strategy.name!r} has no second capacity; choose {names}")
-    if groups or parameters["refine"]:
-        unable = "groups" if groups else "refine"
-        raise ConfigError(f"{unable} does not work with a second capacity; leave out one of them")
+    unable = {"groups": groups, "refine": parameters["refine"]}
+    unable["promote"] = parameters["promote"] not in ("auto", "on", "off")
+    for name, used in unable.items():
+        if used:
+            raise ConfigError(f"{name} does not work with a second capacity; leave out one of them")
 
 
 def _check_buckets(buckets: int | Iterable[int], strategy: Strategy) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from commands import build, printed
 from hypothesis import given
 from hypothesis import strategies as st
-from packing_inputs import ADVERSARIAL, as_packing, same_arrays
+from packing_inputs import ADVERSARIAL, as_packing, header_of, same_arrays, with_header
 from reference.second import bucket_second
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -210,6 +211,30 @@ def test_file_records_second_sizes_and_verifies_them(tmp_path: Path) -> None:
     damaged = dataclasses.replace(index, segment_second=changed)
     with pytest.raises(FormatError, match="of the second size; its capacity is 4: pack again"):
         damaged.verify()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda h: h["parameters"].pop("second_capacity"), "second_capacity is [] of 2 buckets"),
+        (lambda h: h["parameters"].update(second_capacity=[4]), "[4] of 2 buckets"),
+        (lambda h: h["parameters"].update(second_capacity=["a", 4]), "says parameters is"),
+        (lambda h: h["parameters"].update(second_capacity=[1, 1]), "its capacity is 1"),
+        (lambda h: h.update(second=None), "only 5 has second"),
+        (lambda h: h["metrics"].pop("second_per_bucket"), "has no second_per_bucket"),
+        (lambda h: h["arrays"].pop("segment_second"), "no array segment_second"),
+    ],
+)
+def test_a_contradicting_header_is_refused(change: Any, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.samples"
+    pack(LENGTHS, buckets=[4, 8], second=IMAGES, second_capacity=[3, 4]).save(path)
+    header = header_of(path.read_bytes())
+    change(header)
+    data = bytearray(with_header(path.read_bytes(), header))
+    data[8] = 5
+    path.write_bytes(data)
+    with pytest.raises(FormatError, match=re.escape(message)):
+        SampleIndex.load(path, verify=True)
 
 
 def test_command_packs_by_a_column_or_a_file(prefix: Path, tmp_path: Path) -> None:
