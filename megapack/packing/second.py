@@ -111,9 +111,9 @@ def read_second(second: str, prefix: str) -> NDArray[Any]:
             f"--second {second} reads a whole column of {prefix}: pack a local copy, then "
             "megapack-build upload both"
         )
-    lengths = np.asarray(dataset.document_lengths)
+    lengths = np.asarray(dataset.document_lengths, np.int64)
     sizes = np.zeros(len(lengths), np.int64)
-    begins = (np.cumsum(lengths, dtype=np.int64) - lengths)[lengths > 0]
+    begins = (np.cumsum(lengths) - lengths)[lengths > 0]
     if len(begins):  # reduceat refuses empty arrays
         sizes[lengths > 0] = np.add.reduceat(columns[second].rows, begins, dtype=np.int64)
     return sizes
@@ -127,7 +127,8 @@ def second_checksum(sizes: ArrayLike) -> str:
 def second_of_segments(sizes: Sizes, documents: NDArray[Any]) -> NDArray[Any]:
     """Return the size of the document of each segment, int32 if all sizes fit, else int64."""
     narrow = sizes.max(initial=0) <= np.iinfo(np.int32).max
-    return sizes[documents].astype(np.int32 if narrow else np.int64)
+    of_segments: NDArray[Any] = sizes[documents].astype(np.int32 if narrow else np.int64)
+    return of_segments
 
 
 def second_per_sample(index: Any) -> Sizes:

@@ -44,7 +44,7 @@ def verify_samples(path: str, prefix: str | None = None, *, tokens: bool = True)
         if compared and recorded != array_checksum(dataset.tokens):
             text = f"{path} has prefix trees of other tokens than {dataset.prefix} has now"
             findings.append(Finding("error", "samples-source", text, _REMEDY))
-        second = (index.source or {}).get("second")
+        second = (index.source or {}).get("second", "")
         compared = tokens and second in dataset.columns and not is_remote(dataset.prefix)
         if compared and index.second != second_checksum(read_second(second, dataset.prefix)):
             text = f"{path} was packed with other numbers of column {second}"
