@@ -74,7 +74,8 @@ def test_arguments_of_pack_are_the_parameters_of_the_strategies() -> None:
     others = set(inspect.signature(pack).parameters) - set(PARAMETERS)
     assert others == {
         *("lengths", "strategy", "buckets", "seed", "threads", "alignment", "fim_room"),
-        *("match_repetition", "groups", "tokens", "preset", "progress"),
+        *("match_repetition", "groups", "second", "second_capacity", "tokens", "preset"),
+        "progress",
     }
     hints = get_type_hints(pack)
     with_choices = [p for s in STRATEGIES.values() for p in s.parameters if p.choices]

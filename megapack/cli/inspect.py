@@ -268,6 +268,11 @@ def print_sample(
         style="bold",
     )
     console.write_line(f"cu_seqlens {cu_seqlens}")
+    if index.segment_second is not None:
+        begin, end = index.sample_segment_offsets[sample : sample + 2].tolist()
+        held = int(np.asarray(index.segment_second[begin:end]).sum())
+        room = index.parameters["second_capacity"][bucket]
+        console.write_line(f"second size {held:,} of {room:,}, {room - held:,} padding")
     first_segments: dict[int, int] = {}  # group -> its first segment
     for number, view in enumerate(segments):
         first_segments.setdefault(view.group, number)
