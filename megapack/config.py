@@ -18,6 +18,7 @@ import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -41,8 +42,10 @@ def load_config(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -
     where = str(path)
     if not isinstance(tree, dict):
         return from_dict(cls, tree, where=where)
-    problem = _problem(cls, apply_overrides(tree, overrides), where)
-    if problem is not None:
+    try:
+        return from_dict(cls, apply_overrides(tree, overrides), where=where)
+    except ConfigError as error:
+        problem = str(error)
         # The overrides without which the error would be another one, or none, are to blame.
         others = [[*overrides[:i], *overrides[i + 1 :]] for i in range(len(overrides))]
         without = [_problem(cls, apply_overrides(tree, each), where) for each in others]
@@ -53,8 +56,7 @@ def load_config(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -
         ]
         if blamed:
             problem = f"{' '.join(blamed)}: {problem.removeprefix(f'{where}: ')}"
-        raise ConfigError(problem)
-    return from_dict(cls, apply_overrides(tree, overrides), where=where)
+        raise ConfigError(problem) from error
 
 
 def _problem(cls: type[Any], tree: Mapping[str, Any], where: str) -> str | None:
@@ -94,7 +96,7 @@ def from_dict(cls: type[T], tree: Any, *, where: str = "configuration") -> T:
     an unknown key x suggests the field with ``metadata={"formerly": "x"}``."""
     if not isinstance(tree, Mapping):
         raise ConfigError(f"{where} is {tree!r:.200}; it must be a mapping of keys")
-    hints = get_type_hints(cls)
+    hints = _type_hints(cls)  # type: ignore[arg-type]
     fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
     formerly = {f.metadata["formerly"]: n for n, f in fields.items() if "formerly" in f.metadata}
     values: dict[str, Any] = {}
@@ -113,6 +115,9 @@ def from_dict(cls: type[T], tree: Any, *, where: str = "configuration") -> T:
         raise
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from error
+
+
+_type_hints = lru_cache(get_type_hints)  # slow, and the same for every entry of a list
 
 
 def to_dict(config: Any) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def test_arguments_of_pack_are_the_parameters_of_the_strategies() -> None:
     others = set(inspect.signature(pack).parameters) - set(PARAMETERS)
     assert others == {
         *("lengths", "strategy", "buckets", "seed", "threads", "alignment", "fim_room"),
-        *("match_repetition", "groups", "tokens", "preset", "progress"),
+        *("groups", "tokens", "preset", "progress"),
     }
 
 

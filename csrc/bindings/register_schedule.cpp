@@ -18,14 +18,6 @@ std::vector<T> results(std::int64_t count) {
     return std::vector<T>(count);
 }
 
-py::array_t<double> random_units_numpy(std::uint64_t key, std::int64_t count) {
-    std::vector<double> out = results<double>(count);
-    unlocked([&] {
-        for (std::size_t i = 0; i < out.size(); ++i) out[i] = random_unit(key, i);
-    });
-    return to_numpy(std::move(out));
-}
-
 py::array_t<std::int64_t> permute_range_numpy(std::uint64_t key, std::int64_t size,
                                               std::int64_t first, std::int64_t count) {
     check(count <= size, count, " positions of a permutation of ", size);
@@ -158,7 +150,6 @@ py::array_t<std::int64_t> assign_evenly_numpy(const Array<std::int64_t>& costs,
 
 void register_schedule(py::module_& m) {
     m.def("random_bits", &random_bits, py::arg("key"), py::arg("counter"));
-    m.def("random_units", &random_units_numpy, py::arg("key"), py::arg("count"));
     m.def("permute_range", &permute_range_numpy, py::arg("key"), py::arg("size"), py::arg("first"),
           py::arg("count"));
     m.def("permute_inverse", &permute_inverse_numpy, py::arg("key"), py::arg("size"),

@@ -39,6 +39,7 @@ COMMANDS = {
     "arrange": ("megapack.cli.arrange", "copy a source with its tokens in the order of training"),
     "compare": ("megapack.cli.compare", "compare packing strategies on a dataset"),
     "simulate": ("megapack.cli.simulate", "simulate steps on a cluster: time, bubbles, idle ranks"),
+    "proxy": ("megapack.cli.proxy", "write a run's program at a share of its tokens"),
     "inspect": ("megapack.cli.inspect", "show the content of .idx and .samples files"),
     "trace": ("megapack.cli.trace", "show which documents a run trains on, and when"),
     "report": ("megapack.cli.report", "write an HTML page about a run: losses, decisions, speed"),

@@ -45,7 +45,6 @@ from megapack.cli.arguments import (
     add_shared,
     capacities,
     part_of,
-    share,
 )
 from megapack.cli.datasets import dataset_prefixes, documents_of
 from megapack.cli.output import Work, is_part, note, print_result, print_table
@@ -206,14 +205,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="pack only these documents: a .npy of document numbers, or text with one per line "
         "(default: all)",
     )
-    parser.add_argument(
-        "--match-repetition",
-        metavar="SHARE",
-        type=share,
-        default=1.0,
-        help="pack only this share of the documents (0.02, or 2/100), for a proxy run with that "
-        "share of the final run's tokens; a larger share contains every smaller one (default: 1)",
-    )
     add_shared(parser, *PACKING)
     parser.add_argument(
         "--preset", metavar="NAME", help="use the parameters of a paper, from the list below"
@@ -284,7 +275,7 @@ def _describe_strategies() -> str:
 def run(args: argparse.Namespace) -> None:
     declared = _parameters_by_name()
     parameters = {name: value for name, value in vars(args).items() if name in declared}
-    names = ("buckets", "preset", "alignment", "fim_room", "match_repetition")
+    names = ("buckets", "preset", "alignment", "fim_room")
     options = {name: getattr(args, name) for name in names}
     grouped = args.groups is not None
     if args.output is not None and is_shard_manifest(args.output):

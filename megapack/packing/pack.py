@@ -9,7 +9,6 @@ Four documents in buckets of 4 and 8 tokens; the third is longer than both bucke
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -28,25 +27,6 @@ from megapack.packing.trees import DocumentTokens
 from megapack.units import checked_integer
 
 _INT32_MAX = (1 << 31) - 1
-
-
-def matched_documents(num_documents: int, share: float, seed: int) -> NDArray[np.bool_]:
-    """Choose the documents of a small proxy run that sees ``share`` of the real run's tokens.
-
-    If every source is reduced like this, the proxy repeats each source as often as the real run;
-    only then do mixtures found with proxies transfer (arXiv 2606.07597). A document is kept if its
-    random number, a pure function of (seed, document), is below ``share``. So a larger share keeps
-    everything that a smaller one keeps, and appended documents change nothing.
-
-        matched_documents(10, 0.3, 0)     # -> document 7
-        matched_documents(10, 0.6, 0)     # -> documents 0, 2, 3, 5, 6, 7, 9
-
-    Returns:
-        bool (num_documents,).
-    """
-    units = _core.random_units(_core.random_bits(seed, 5), num_documents)
-    kept: NDArray[np.bool_] = units < share
-    return kept
 
 
 # ---- Alignment (for context parallelism) and room for fill-in-the-middle sentinels ---------------
@@ -131,7 +111,7 @@ class PackingMethod(WithRoom):
     strategy: Strategy
     buckets: list[int]  # capacities in tokens, ascending
     # All parameters of the strategy, as the index records them; also ``alignment`` above 1,
-    # ``fim_room`` above 0, ``match_repetition`` below 1, ``groups`` if used.
+    # ``fim_room`` above 0, ``groups`` if used.
     parameters: dict[str, Any]
 
 
@@ -142,7 +122,6 @@ def check_packing(
     buckets: int | Iterable[int],
     alignment: int = 1,
     fim_room: int = 0,
-    match_repetition: float = 1,
     groups: bool = False,
     preset: str | None = None,
     parameters: Mapping[str, Any] | None = None,
@@ -163,14 +142,6 @@ def check_packing(
         resolved["alignment"] = alignment
     if checked_integer("fim_room", fim_room, 0, capacities[-1]):
         resolved["fim_room"] = int(fim_room)
-    share: Any = match_repetition
-    if not isinstance(share, numbers.Real) or not 0 < match_repetition <= 1:
-        raise ConfigError(
-            f"match_repetition is {share!r}; it must be above 0 and at most 1: tokens "
-            "of the proxy run / tokens of the real run"
-        )
-    if match_repetition < 1:
-        resolved["match_repetition"] = float(match_repetition)
     if groups:
         resolved["groups"] = True
     if chosen.check is not None:
@@ -188,7 +159,6 @@ def pack(
     threads: int = 1,
     alignment: int = 1,
     fim_room: int = 0,
-    match_repetition: float = 1,
     groups: ArrayLike | None = None,
     tokens: tuple[ArrayLike, ArrayLike] | None = None,
     preset: str | None = None,
@@ -221,7 +191,6 @@ def pack(
             parallel size), for ``PackedDataset(alignment=...)``. Must divide all capacities.
         fim_room: tokens by which fill-in-the-middle may lengthen a document that is one segment.
             Documents with less than 2 tokens, or that would exceed the largest bucket, get none.
-        match_repetition: pack only this share of the documents (``matched_documents``).
         groups: (num_documents,) integers, the group of each document, negative for documents
             without one. A group is packed like one document (``megapack.packing.groups``).
         tokens: for strategy ``tree``: the tokens of all documents, one after the other, and the
@@ -244,7 +213,6 @@ def pack(
         buckets=buckets,
         alignment=alignment,
         fim_room=fim_room,
-        match_repetition=match_repetition,
         groups=groups is not None,
         preset=preset,
         parameters=parameters,
@@ -255,17 +223,6 @@ def pack(
     ids = None if groups is None else check_groups(groups, len(documents))
     # Keep only totals: the caller may change the array later.
     totals = DocumentTotals.of(documents, checked)
-    decisions: dict[str, str] = {}
-    if match_repetition < 1:
-        kept = matched_documents(len(documents), match_repetition, seed)
-        documents = documents * kept  # documents that are not kept become empty
-        checked = _core.DocumentLengths(documents, capacity=method.buckets[-1])
-        all_tokens, identity = totals.num_tokens, totals.lengths_fingerprint
-        totals = replace(DocumentTotals.of(documents, checked), lengths_fingerprint=identity)
-        decisions["match_repetition"] = (
-            f"{int(kept.sum()):,} of {len(kept):,} documents, "
-            f"{100 * totals.num_tokens / max(1, all_tokens):.4g} % of the tokens"
-        )
     step, room = method.alignment, method.fim_room
     documents, with_room, rounded = _rounded(documents, step, room, method.buckets[-1])
     compared, units = None, None
@@ -306,7 +263,7 @@ def pack(
     if room:
         totals = replace(totals, num_with_fim_room=_count_with_room(arrays, documents, with_room))
     index = SampleIndex(
-        **{**arrays, "decisions": {**decisions, **arrays.get("decisions", {})}},
+        **{"decisions": {}, **arrays},
         strategy=strategy,
         parameters=method.parameters,
         buckets=method.buckets,
