@@ -12,8 +12,8 @@ often as in the run. A larger scale contains the documents of a smaller one. The
 epochs of every source in both; a scale at which a stage has no step is refused.
 
   share      of the source's tokens, in whole documents
-  error      of the source's samples, with padding, against the scale; 1 % or more names the
-             smallest scale with less, since documents are whole
+  error      of the source's samples, with padding, against the scale, since documents are whole;
+             above 1 % the report names the smallest scale with less
   epochs     of the whole run, and of the proxy
   differs    largest difference of its epochs at the end of a stage, relative to those of the run
   drawn      samples that the proxy had drawn then: draws and samples are whole, so that a source
@@ -116,7 +116,7 @@ def facts_of(proxy: Proxy) -> dict[str, Any]:
                 "tokens": source.samples.num_tokens,
                 "of_tokens": source.samples.of_tokens,
                 "error": source.samples.error,
-                "smallest_scale": source.samples.smallest_share,
+                "exact_scale": source.samples.exact_scale,
                 "epochs": source.epochs,
                 "of_epochs": source.of_epochs,
                 "largest_difference": source.largest_difference[0],
@@ -152,13 +152,12 @@ def _show(proxy: Proxy, args: argparse.Namespace) -> None:
     print_table(_COLUMNS, sources[:SHOWN])
     if len(sources) > SHOWN:
         print(f"and {counted(len(sources) - SHOWN, 'source')} that differ less (--json lists all)")
-    coarse = [source for source in sources if source.samples.smallest_share is not None]
-    for source in coarse[:SHOWN]:
-        smallest = source.samples.smallest_share or 1.0
-        print(
-            f"{source.name}: whole documents differ by {percent(source.samples.error)}; the "
-            f"smallest scale with less than 1 % is about 1/{max(1, int(1 / smallest))}"
-        )
+    for source in sources[:SHOWN]:
+        if source.samples.exact_scale is not None:
+            print(
+                f"{source.name}: whole documents differ by {percent(source.samples.error)}; by "
+                f"less than 1 % at scale 1/{source.samples.exact_scale}"
+            )
     for rounding in proxy.scaling.rounded:
         print(f"{rounding.key}: {rounding.of} -> {rounding.value} (exactly {rounding.exact:.6g})")
     note = "would be written to" if args.dry_run else "megapack-pretrain --config"

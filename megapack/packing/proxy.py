@@ -7,12 +7,14 @@ A proxy must repeat every source as often as the run does, else mixtures found w
 transfer (arXiv 2606.07597). So all sources shrink by the share of the run's tokens. Units, which
 are documents or whole groups, are sorted by length. The order visits the places p of the sorted
 units in the sequence of van der Corput (Niederreiter 1992, section 3.1), scrambled: its first 2^j
-places have exactly one in every 2^j-th part of all places, and the seed chooses which. A proxy is a
-beginning of this order, so of any two proxies of a source one contains the other.
+places have exactly one in every 2^j-th part of all places, and the seed chooses which. A unit that
+would be a large part of a small proxy waits for a larger one: its turn comes when the units before
+it have 8 times its tokens. A proxy is a beginning of this order, so of any two proxies of a source
+one contains the other.
 
     lengths = [5, 30, 7, 80, 6, 9, 35, 90]
-    NestedOrder(lengths, seed=0).first(65)     # -> documents 5, 6: 9 + 35 of 262 tokens
-    NestedOrder(lengths, seed=0).first(131)    # -> documents 5, 6, 7
+    NestedOrder(lengths, seed=0).first(20)    # -> documents 0, 2, 5: 21 of 262 tokens
+    NestedOrder(lengths, seed=0).first(65)    # -> documents 0, 1, 2, 4, 5: 57 tokens
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ from megapack.storage import IndexedDataset
 from megapack.storage.index_file import GROUPS
 
 Ids = NDArray[np.int64]
+_LONG = 8  # a document waits until the documents before it have so many times its tokens
 _TRIES = 8  # packings of a source, to find the documents whose samples have its share
 _CLOSE = 1e-3  # error of the samples' tokens at which the search ends, or one small sample
 _EXACT = 0.01  # error of the documents' tokens that a report calls large
@@ -92,15 +95,16 @@ class NestedOrder:
         taken[units] = True
         return self._documents[taken[self._unit]]
 
-    @property
-    def smallest_share(self) -> float:
-        """The smallest share from which on the tokens of whole units differ from those of every
-        share by at most 1 %."""
+    def scale_for(self, share: float, half_sample: float) -> int:
+        """Return the largest k below 1 / ``share`` for which 1 / k of the tokens is met within 1 %
+        by whole units, and by samples of twice ``half_sample`` tokens; 1 if there is none."""
         self._take(len(self._sorted))
-        ends, begins = self._ends[1:], self._ends[:-1]
-        # Between two ends the error is largest in the middle: half the step over the mean.
-        coarse = np.flatnonzero(ends - begins > _EXACT * (begins + ends))
-        return float(ends[coarse[-1]] / self.num_tokens) if len(coarse) else 0.0
+        k = np.arange(1, max(2, math.ceil(1 / share)))
+        wanted = self.num_tokens / k
+        after = np.searchsorted(self._ends, wanted).clip(1, len(self._order))
+        error = np.minimum(wanted - self._ends[after - 1], abs(self._ends[after] - wanted))
+        fits = np.maximum(error, half_sample) <= _EXACT * wanted
+        return int(k[fits].max(initial=1))
 
     def _take(self, count: int) -> None:
         """Compute the first units, at least ``count`` if there are so many, and their tokens."""
@@ -116,8 +120,15 @@ class NestedOrder:
             every = np.uint64(mask * 0x0101010101010101)
             number = ((number >> np.uint64(shift)) & every) | ((number & every) << np.uint64(shift))
         places = (number.byteswap() >> np.uint64(64 - bits)).astype(np.int64)
-        self._order = self._sorted[places[places < size]]
-        self._ends = np.append(0, np.cumsum(self._tokens[self._order], dtype=np.int64))
+        order = self._sorted[places[places < size]]
+        tokens = self._tokens[order].astype(np.int64)
+        ends = np.cumsum(tokens)
+        turns = np.maximum(ends - tokens, _LONG * tokens)
+        by_turn = np.argsort(turns, kind="stable")
+        if len(order) < size:  # later units could come before longer ones
+            by_turn = by_turn[turns[by_turn] <= ends[-1]]
+        self._order = order[by_turn]
+        self._ends = np.append(0, np.cumsum(tokens[by_turn]))
 
 
 # ---- A packed source -> its samples in a proxy ---------------------------------------------------
@@ -192,9 +203,9 @@ class ProxySamples:
     of_tokens: int  # tokens of all documents of the source
     error: float
     """Tokens of the samples, with padding, over the requested share of the source's, minus 1."""
-    smallest_share: float | None
-    """Smallest share from which on whole documents and samples keep the error below 1 %; None: the
-    error is below that."""
+    exact_scale: int | None
+    """The smallest larger scale at which whole documents and samples keep the error below 1 % is
+    1 / this; None: the error is below that."""
 
     def save(self, *, overwrite: bool) -> None:
         """Write the files, unless they exist already with these samples. Raises ConfigError if they
@@ -247,7 +258,7 @@ def shrink(
     lengths = np.concatenate([shard.lengths for shard in opened])
     order = NestedOrder(lengths, seed, _joined(opened))
     begins = np.cumsum([0, *(len(shard.lengths) for shard in opened)])[:-1]
-    wanted = share * _positions([shard.index for shard in opened])
+    wanted = share * positions(source)
     tokens, best, taken = share * order.num_tokens, list[SampleIndex](), np.zeros(0, np.bool_)
     error = math.inf
     for _ in range(_TRIES):
@@ -255,7 +266,7 @@ def shrink(
         is_first[order.first(tokens)] = True
         of_shard = np.split(is_first, begins[1:])
         parts = [shard.pack(own, threads) for shard, own in zip(opened, of_shard, strict=True)]
-        ratio = _positions(parts) / wanted
+        ratio = sum(map(positions, parts)) / wanted
         if abs(ratio - 1) < abs(error):
             best, taken, error = parts, is_first, ratio - 1
         if abs(error) * wanted <= max(_CLOSE * wanted, min(source.buckets)):
@@ -271,10 +282,9 @@ def shrink(
         path = output.with_name(f"{output.name}{SUFFIX}")
         plan = {name: getattr(source, name) for name in PLAN}
         index = ShardedIndex(path=path, shards=tuple(rows), **plan)
-    smallest = None
+    exact_scale = None
     if abs(error) > _EXACT:
-        half_sample = max(source.buckets) / (2 * wanted / share)
-        smallest = min(1.0, max(order.smallest_share, half_sample / _EXACT))
+        exact_scale = order.scale_for(share, max(source.buckets) / 2)
     return ProxySamples(
         index=index,
         shards=tuple(best),
@@ -282,15 +292,13 @@ def shrink(
         num_tokens=int(lengths[taken].sum(dtype=np.int64)),
         of_tokens=order.num_tokens,
         error=error,
-        smallest_share=smallest,
+        exact_scale=exact_scale,
     )
 
 
-def _positions(indices: Sequence[SampleIndex]) -> int:
+def positions(index: SourceIndex) -> int:
     """Return the tokens of all samples, padding included."""
-    return sum(
-        int(np.diff(i.bucket_sample_offsets) @ np.asarray(i.bucket_capacity)) for i in indices
-    )
+    return int(np.diff(index.bucket_sample_offsets) @ np.asarray(index.bucket_capacity))
 
 
 def _joined(shards: Sequence[_Shard]) -> Ids | None:

@@ -183,6 +183,7 @@ class Proxy:
     blend: BlendConfig | None
     stages: tuple[tuple[int, int], ...]
     sources: tuple[SourceImage, ...]
+    num_tokens: int  # of all its steps, padding included
 
     def write(self, title: str, *, overwrite: bool = False) -> None:
         """Write the samples, blend.yaml and run.yaml. Files with this content are kept. Raises
@@ -271,6 +272,7 @@ def plan_proxy(
         blend=None if data.blend is None else small,
         stages=tuple(zip(ends, small_ends, strict=True)),
         sources=tuple(SourceImage(*image) for image in images),
+        num_tokens=proxy.tokens_before(scaled.num_steps),
     )
 
 
@@ -300,7 +302,7 @@ def _schedule(
 def write_config(path: Path, config: Any, title: str, *, overwrite: bool) -> None:
     """Write the fields of a configuration that differ from their defaults as YAML, below a comment.
     Raises ConfigError if the file exists with other content, without ``overwrite``."""
-    text = f"# {title}\n" + yaml.dump(_explicit(config), Dumper=_DUMPER, sort_keys=False)
+    text = f"# {title}\n" + yaml.dump(explicit(config), Dumper=_DUMPER, sort_keys=False)
     same = path.exists() and path.read_text(encoding="utf-8") == text
     difference = None if same else "it has other content"
     if check_target(path, overwrite=overwrite, difference=difference):
@@ -312,9 +314,10 @@ def write_config(path: Path, config: Any, title: str, *, overwrite: bool) -> Non
 _DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
-def _explicit(value: Any) -> Any:
+def explicit(value: Any) -> Any:
+    """Return a configuration as mappings and lists, without fields that have their defaults."""
     if isinstance(value, (tuple, list)):
-        return [_explicit(item) for item in value]
+        return [explicit(item) for item in value]
     if not dataclasses.is_dataclass(value):
         return value
     tree = {}
@@ -323,7 +326,7 @@ def _explicit(value: Any) -> Any:
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
         if item != default:
-            tree[field.name] = _explicit(item)
+            tree[field.name] = explicit(item)
     return tree
 
 

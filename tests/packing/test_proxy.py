@@ -25,8 +25,9 @@ LENGTHS = np.random.default_rng(0).lognormal(3.5, 1, 20_000).astype(np.int64) + 
 SCALES = (1 / 4, 1 / 16, 1 / 64, 1 / 256, 1 / 1024)
 
 
-def defined(lengths: list[int], seed: int) -> list[int]:
-    """Return all documents in the order of proxies: one number after the other."""
+def defined(lengths: list[int], seed: int, *, waits: bool = True) -> list[int]:
+    """Return all documents in the order of proxies, one number after the other; ``waits``: long
+    documents wait for the tokens before them."""
     units = sorted((d for d, n in enumerate(lengths) if n), key=lambda d: (code(lengths[d]), d))
     bits = max(1, (len(units) - 1).bit_length())
     order = []
@@ -37,7 +38,9 @@ def defined(lengths: list[int], seed: int) -> list[int]:
         place = int(f"{x % 2**64:064b}"[-bits:][::-1], 2)
         if place < len(units):
             order.append(units[place])
-    return order
+    before = np.cumsum([0, *(lengths[d] for d in order)]).tolist()
+    turns = {d: max(tokens, 8 * lengths[d]) for d, tokens in zip(order, before, strict=False)}
+    return sorted(order, key=turns.__getitem__) if waits else order
 
 
 def code(length: int) -> tuple[int, int]:
@@ -74,12 +77,12 @@ def test_beginnings_have_a_document_of_every_part_of_the_lengths(seed: int) -> N
     of each 2^j-th part, and the seed chooses which."""
     lengths = (np.arange(256, 512)[:, None] << np.arange(16)).reshape(-1)
     lengths = np.random.default_rng(1).permutation(lengths)
-    order = defined(lengths.tolist(), seed)
+    order = defined(lengths.tolist(), seed, waits=False)
     ranks = np.argsort(np.argsort(lengths))[order]
     for j in range(13):
         parts = ranks[: 1 << j] * (1 << j) // 4096
         assert sorted(parts) == list(range(1 << j))
-    assert order[:8] != defined(lengths.tolist(), 5)[:8]
+    assert order[:8] != defined(lengths.tolist(), 5, waits=False)[:8]
 
 
 def test_length_quantiles_are_those_of_the_source() -> None:
@@ -103,14 +106,19 @@ def distance(some: np.ndarray, whole: np.ndarray) -> float:
     return float(abs(share - np.searchsorted(whole, values, "right") / len(whole)).max())
 
 
-def test_smallest_share_bounds_the_error_of_whole_documents() -> None:
-    order = NestedOrder(LENGTHS[:2000], 3)
-    smallest = order.smallest_share
-    assert 0 < smallest < 0.5
-    shares = np.geomspace(smallest / 50, 1, 3000)
-    tokens = np.array([LENGTHS[:2000][order.first(s * order.num_tokens)].sum() for s in shares])
-    error = abs(tokens / (shares * order.num_tokens) - 1)
-    assert error[shares >= smallest].max() <= 0.01 < error[shares < smallest].max()
+def test_scale_for_is_the_smallest_larger_one_that_whole_documents_meet() -> None:
+    lengths = LENGTHS[:600]
+    order = NestedOrder(lengths, 3)
+
+    def error(k: int) -> float:
+        taken = lengths[order.first(order.num_tokens / k)].sum()
+        return float(abs(taken * k / order.num_tokens - 1))
+
+    for scale in (500, 200, 64, 9, 2):
+        k = order.scale_for(1 / scale, half_sample=0)
+        assert error(k) <= 0.01 < min([error(i) for i in range(k + 1, scale)], default=1)
+    assert order.scale_for(1 / 64, half_sample=order.num_tokens / 2000) <= 20
+    assert order.scale_for(1, half_sample=0) == 1
 
 
 # ---- samples
@@ -172,7 +180,7 @@ def test_scales_are_nested_and_have_the_share_of_the_samples(tmp_path: Path) -> 
         of = index.bucket_capacity @ np.diff(index.bucket_sample_offsets)
         assert math.isclose(image.error, positions / (share * of) - 1, abs_tol=1e-12)
         assert abs(positions - share * of) <= max(0.01 * share * of, 1024)
-        assert (image.smallest_share is not None) == (abs(image.error) > 0.01)
+        assert (image.exact_scale is not None) == (abs(image.error) > 0.01)
         documents = documents_of(image)
         assert inside < documents and len(documents) == image.num_documents
         inside = documents

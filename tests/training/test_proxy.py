@@ -311,4 +311,4 @@ def test_whole_documents_that_are_too_large_name_a_scale(sources: Path, tmp_path
     del tree["stages"], tree["run_tokens"], tree["max_epochs"]
     (tmp_path / "blend.yaml").write_text(yaml.safe_dump(tree))
     shown = printed("proxy", run, tmp_path / "small", "--scale", "1/2000")
-    assert "whole documents differ by" in shown and "the smallest scale with less than 1 %" in shown
+    assert "whole documents differ by" in shown and "by less than 1 % at scale 1/" in shown
