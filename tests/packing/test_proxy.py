@@ -6,7 +6,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import needs_torch  # noqa: F401
 import numpy as np
 import pytest
 from commands import printed
