@@ -7,8 +7,8 @@ Call it again at any time: finished runs are kept, and as soon as there are enou
 their held-out losses proposes weights.
 
 --design dirichlet draws --number mixtures around the weights of the manifest, one tries each source
-at twice and at half of its weight, and a YAML or JSON file lists mixtures (name: weight). The first
-mixture is the manifest's own.
+at twice and at half of its weight, and a YAML file lists them (mixtures: [{web: 0.8, code: 0.2},
+{web: 1}]). The first mixture is always the manifest's own.
 
 Results belong to the content of sources and to the other settings of the run. So a source that is
 renamed keeps its results; with an added one, earlier runs count as runs that gave it no weight; if
@@ -35,6 +35,7 @@ import argparse
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -43,11 +44,12 @@ from megapack.cli.arguments import add_flags, add_shared, positive
 from megapack.cli.output import Work, note, print_result, print_table
 from megapack.cli.pack import add_sharing
 from megapack.cli.proxy import add_scale, planned, title_of
-from megapack.config import read_yaml
-from megapack.errors import ConfigError, DataError, MegapackError
+from megapack.config import load_config
+from megapack.errors import DataError, MegapackError
 from megapack.executors import Counted, Report, run_shards
 from megapack.training.mixtures import (
     Proposal,
+    Trial,
     design,
     evidence_in,
     limits_of,
@@ -115,72 +117,51 @@ class Runner:
         report(Counted(documents=1))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Listed:
+    """File of --design."""
+
+    mixtures: tuple[dict[str, float], ...]  # weight by name of the source; others get none
+
+
 def run(args: argparse.Namespace) -> None:
-    if not 0 < args.concentration < 1e9:
-        raise ConfigError(f"--concentration is {args.concentration}; it must be above 0")
     folder = Path(args.folder).absolute()
     scale = f"{args.scale.numerator}-{args.scale.denominator}"
     proxy = planned(args, folder / f"proxy-{scale}-{args.seed}")
     prior, names = prior_of(proxy), [source.name for source in proxy.sources]
-    rows = design(
-        names,
-        prior,
-        _listed(args.design) if args.design not in ("dirichlet", "one") else args.design,
-        number=args.number,
-        concentration=args.concentration,
-        seed=args.seed,
-    )
-    trials = trials_of(folder, proxy, rows)
+    kind = args.design
+    if kind not in ("dirichlet", "one"):
+        kind = load_config(Listed, kind).mixtures
+    how = {"concentration": args.concentration, "seed": args.seed}
+    trials = trials_of(folder, proxy, design(names, prior, kind, number=args.number, **how))
+    launch = PRETRAIN if args.launch is None else tuple(shlex.split(args.launch))
+    commands = [(*launch, "--config", str(trial.folder / RUN)) for trial in trials]
     if not args.dry_run:
         proxy.write(title_of(args), overwrite=True)
         for trial in trials:
             trial.write(title_of(args))
-    launch = PRETRAIN if args.launch is None else tuple(shlex.split(args.launch))
-    commands = [(*launch, "--config", str(trial.folder / RUN)) for trial in trials]
-    i, n = args.part or (0, 1)
-    waiting = [k for k in range(i, len(trials), n) if trials[k].losses is None]
-    if args.run and waiting and not args.dry_run:
-        logs = tuple(trial.folder / "output.log" for trial in trials)
-        with Work(f"running {counted(len(waiting), 'proxy')}") as work:
-            run_shards(
-                Runner(tuple(commands), logs),
-                waiting,
-                work.counting(len(waiting), lambda piece: piece.documents),
-                executor=args.executor or "local",
-                num_processes=min(args.workers, len(waiting)),
-                ray_address=args.ray_address,
-            )
-    record = trials[0].record
-    proposal, why = None, ""
+        if args.run:
+            _run_trials(args, trials, commands)
+    record, proposal, why = trials[0].record, None, ""
     try:
-        proposal = propose(
-            evidence_in(folder, record.settings),
-            list(record.weights),
-            list(record.held_out.values()),
-            prior,
-            limits=limits_of(proxy),
-            concentration=args.concentration,
-            seed=args.seed,
-        )
+        evidence = evidence_in(folder, record.settings)
+        held_out = list(dict.fromkeys(record.held_out.values()))
+        sources = list(record.weights)
+        proposal = propose(evidence, sources, held_out, prior, limits=limits_of(proxy), **how)
     except DataError as error:
         why = str(error)
+    losses = [trial.losses for trial in trials]
+    weights = [list(trial.record.weights.values()) for trial in trials]
+    rows = zip(weights, losses, map(list, commands), strict=True)
     facts = {
-        "folder": str(folder),
         "sources": names,
-        "trials": [
-            {
-                "weights": list(trial.record.weights.values()),
-                "losses": trial.losses,
-                "command": list(command),
-            }
-            for trial, command in zip(trials, commands, strict=True)
-        ],
+        "trials": [dict(zip(("weights", "losses", "command"), row, strict=True)) for row in rows],
         "proposal": proposal and asdict(proposal),
     }
 
     def show() -> None:
-        for trial, command in zip(trials, commands, strict=True):
-            if trial.losses is None:
+        for command, of_trial in zip(commands, losses, strict=True):
+            if of_trial is None:
                 print(shlex.join(command))
         if proposal is None:
             note(f"no proposal yet: {why}")
@@ -190,21 +171,22 @@ def run(args: argparse.Namespace) -> None:
     print_result(args, facts, show)
 
 
-def _listed(path: str) -> Any:
-    """Return the mixtures that a file lists."""
-    listed = read_yaml(Path(path).read_text(encoding="utf-8"))
-    if not isinstance(listed, list) or not all(
-        isinstance(m, dict)
-        and m
-        and all(isinstance(w, (int, float)) and w >= 0 for w in m.values())
-        and any(m.values())
-        for m in listed
-    ):
-        raise ConfigError(
-            f"--design {path}: it must be a list of mixtures, as in [{{web: 0.8, code: 0.2}}, "
-            "{web: 1}], or dirichlet or one"
+def _run_trials(
+    args: argparse.Namespace, trials: Sequence[Trial], commands: Sequence[tuple[str, ...]]
+) -> None:
+    """Run the trials of this machine that have not ended."""
+    i, n = args.part or (0, 1)
+    waiting = [k for k in range(i, len(trials), n) if trials[k].losses is None]
+    logs = tuple(trial.folder / "output.log" for trial in trials)
+    with Work(f"running {counted(len(waiting), 'proxy')}") as work:
+        run_shards(
+            Runner(tuple(commands), logs),
+            waiting,
+            work.counting(len(waiting), lambda piece: piece.documents),
+            executor=args.executor or "local",
+            num_processes=max(1, min(args.workers, len(waiting))),
+            ray_address=args.ray_address,
         )
-    return listed
 
 
 def _show(proposal: Proposal, names: list[str], prior: list[float]) -> None:

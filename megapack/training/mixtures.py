@@ -18,16 +18,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from megapack.config import check_known, to_dict
+from megapack.config import check_known, check_positive, check_range, to_dict
 from megapack.data.blend import BlendConfig, Source
 from megapack.errors import ConfigError, DataError, require
 from megapack.packing.proxy import positions
@@ -65,6 +65,7 @@ def design(
         concentration: of ``dirichlet``; larger is nearer to the prior, and 1 with an equal prior is
             the uniform distribution.
     """
+    check_positive("mixtures", concentration=concentration)
     base = np.array(prior, np.float64) / math.fsum(prior)
     rows = [base]
     if kind == "dirichlet":
@@ -76,6 +77,8 @@ def design(
     else:
         for mixture in kind:
             check_known("a mixture of the design", "source", mixture, names)
+            check_range("a mixture of the design", at_least=0, **mixture)
+            check_positive("a mixture of the design", weights=sum(mixture.values()))
             rows.append(np.array([mixture.get(name, 0.0) for name in names]))
     rows = [np.maximum(row, _SMALLEST * row.sum()) for row in rows]
     return list(dict.fromkeys(tuple((row / row.sum()).round(6).tolist()) for row in rows))
@@ -164,6 +167,8 @@ def trials_of(folder: Path, proxy: Proxy, rows: Sequence[Sequence[float]]) -> li
         source.title: _source_digest(source, image.samples.index)
         for source, image in zip(blend.sources, proxy.sources, strict=True)
     }
+    if len(set(digests.values())) < len(blend.sources):
+        raise ConfigError("two sources have the same name, or the same documents: leave one out")
     held_out = {
         source.title: _digest(*map(str, IndexedDataset(source.valid_prefix).content_digest))
         for source in blend.sources
@@ -338,31 +343,26 @@ def propose(
 
 class _Regression:
     """Ridge regressions of losses (trials, held-out sets) on mixtures (trials, sources); nan: not
-    measured. Chooses the penalty of each set by leave-one-out."""
+    measured. Leave-one-out chooses the penalty of each set."""
 
     def __init__(self, mixtures: Floats, losses: Floats) -> None:
         self._linear = require("sklearn.linear_model", "megapack-build mixtures", "scikit-learn")
-        self._alphas = np.empty(losses.shape[1])
-        for rows, sets in self._groups(losses):
-            model = self._linear.RidgeCV(alphas=_ALPHAS)
-            model.fit(_features(mixtures[rows]), np.log(losses[np.ix_(rows, sets)]))
-            self._alphas[sets] = model.alpha_
+        chosen = self._linear.RidgeCV(alphas=_ALPHAS)
+        self._alphas = [_fitted(chosen, mixtures, of_set).alpha_ for of_set in losses.T]
 
     def predict(self, mixtures: Floats, losses: Floats, others: Floats) -> Floats:
         """Return the mean loss of other mixtures over the sets, fitted to some of the trials."""
-        total = np.zeros(len(others))
-        for rows, sets in self._groups(losses):
-            model = self._linear.Ridge(alpha=self._alphas[sets])
-            model.fit(_features(mixtures[rows]), np.log(losses[np.ix_(rows, sets)]))
-            total += np.exp(model.predict(_features(others))).reshape(len(others), -1).sum(axis=1)
-        return total / losses.shape[1]
+        models = [
+            _fitted(self._linear.Ridge(alpha=alpha), mixtures, of_set)
+            for alpha, of_set in zip(self._alphas, losses.T, strict=True)
+        ]
+        features = _features(others)
+        return np.mean([np.exp(model.predict(features)) for model in models], axis=0)
 
-    @staticmethod
-    def _groups(losses: Floats) -> Iterator[tuple[NDArray[np.bool_], NDArray[np.intp]]]:
-        """Yield trials, and the sets that exactly these have measured."""
-        known, number = np.unique(np.isfinite(losses), axis=1, return_inverse=True)
-        for i, rows in enumerate(known.T):
-            yield rows, np.flatnonzero(number.reshape(-1) == i)
+
+def _fitted(model: Any, mixtures: Floats, losses: Floats) -> Any:
+    known = np.isfinite(losses)
+    return model.fit(_features(mixtures[known]), np.log(losses[known]))
 
 
 def _features(mixtures: Floats) -> Floats:

@@ -33,6 +33,7 @@ from megapack.data.schedule import Schedule
 from megapack.data.sources import SampleSource
 from megapack.data.stage_settings import Program
 from megapack.errors import ConfigError
+from megapack.packing import SampleIndex
 from megapack.packing.proxy import ProxySamples, shrink
 from megapack.packing.sharded import SourceIndex, place
 from megapack.storage.files import atomic_write, check_target
@@ -44,9 +45,8 @@ _WRITERS = 16  # threads
 
 # Fields that scale, in all classes of a configuration and of a manifest. Numbers of samples, epochs
 # and cycles stay, and so do the steps between checkpoints and between lines of the log.
-_STEPS = {"num_steps", "stop_at", "warmup_steps", "keep_every", "keep_steps"}
-_STEPS |= {"from_step", "until_step", "skip_steps", "window_steps", "evaluation.every"}
-_STEPS |= {"mixing.every"}
+_STEPS = {"num_steps", "stop_at", "warmup_steps", "keep_every", "keep_steps", "from_step"}
+_STEPS |= {"until_step", "skip_steps", "window_steps", "evaluation.every", "mixing.every"}
 _TOKENS = {"run_tokens", "from_tokens", "until_tokens"}
 _PER_STEP = {"tokens_per_step", "micro_step_tokens"}
 _MAY_BE_ZERO = {"warmup_steps", "skip_steps", "window_steps"}
@@ -190,7 +190,8 @@ class Proxy:
         ConfigError if they exist with other content."""
         (self.folder / SAMPLES).mkdir(parents=True, exist_ok=True)
         with ThreadPoolExecutor(_WRITERS) as pool:  # they wait for the disk
-            saved = [pool.submit(s.samples.save, overwrite=overwrite) for s in self.sources]
+            by_path = {source.samples.index.path: source.samples for source in self.sources}
+            saved = [pool.submit(each.save, overwrite=overwrite) for each in by_path.values()]
             for each in saved:
                 each.result()
         for name, config in ((BLEND, self.blend), (RUN, self.config)):
@@ -286,8 +287,9 @@ def _open(source: Source) -> SourceIndex:
 
 
 def _digest(index: SourceIndex) -> str:
-    """Return the name of a source's samples in proxies, which does not depend on its name."""
-    return xxhash.xxh3_64_hexdigest(index.fingerprint.encode())
+    """Return the name of the files of a source's samples: a digest of documents and samples."""
+    dataset = (index.source or {}).get("fingerprint") if isinstance(index, SampleIndex) else None
+    return xxhash.xxh3_64_hexdigest(f"{index.fingerprint} of {dataset}".encode())
 
 
 def _schedule(

@@ -56,8 +56,13 @@ def test_designs() -> None:
         NAMES, PRIOR, [{"web": 3, "math": 1}, {"web": 6, "code": 3, "math": 1}], number=0
     )
     assert [round(weight, 3) for weight in listed[1]] == [0.75, 0, 0.25] and len(listed) == 2
-    with pytest.raises(ConfigError, match=r"unknown source 'maths'; did you mean 'math'\?"):
-        design(NAMES, PRIOR, [{"maths": 1}], number=0)
+    for wrong, message in (
+        ({"maths": 1}, r"unknown source 'maths'; did you mean 'math'\?"),
+        ({"web": -1}, "web is -1; it must be at least 0"),
+        ({"web": 0}, "weights is 0; it must be above 0"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            design(NAMES, PRIOR, [wrong], number=0)
 
 
 def evidence(rows: list[Any], held_out: list[str] = NAMES) -> list[Evidence]:
@@ -193,7 +198,7 @@ def test_renamed_and_added_sources_keep_the_evidence(blend: Path) -> None:
     """Of a mixture with equal content nothing runs again, whatever its name; settings that change
     the run lose it."""
     (blend / "mixtures.yaml").write_text(
-        "[{web: 1}, {code: 1}, {math: 1}, {web: 1, code: 1}, {web: 1, math: 1}]"
+        "mixtures: [{web: 1}, {code: 1}, {math: 1}, {web: 1, code: 1}, {web: 1, math: 1}]"
     )
     first = tried(blend, "--design", blend / "mixtures.yaml", "--run", "--workers", 1)
     assert len(first["trials"]) == 6 and all(trial["losses"] for trial in first["trials"])
@@ -209,8 +214,8 @@ def test_renamed_and_added_sources_keep_the_evidence(blend: Path) -> None:
     ("change", "options", "message"),
     [
         ("valid_prefix", (), "give sources of the manifest a valid_prefix"),
-        ("", ("--design", "run.yaml"), "it must be a list of mixtures, as in"),
-        ("", ("--concentration", "0"), "--concentration is 0.0; it must be above 0"),
+        ("", ("--design", "run.yaml"), "run.yaml: unknown key 'checkpoint' (known: mixtures)"),
+        ("", ("--concentration", "0"), "mixtures: concentration is 0.0; it must be above 0"),
         ("", ("--set", "data.blend=null"), "give prefix and index"),
     ],
 )
