@@ -82,10 +82,10 @@ class NestedOrder:
     def first(self, tokens: float) -> Ids:
         """Return the documents, ascending, of the first units, so many that their tokens are
         nearest to ``tokens``; at least one unit."""
-        if self._ends[-1] < min(tokens, self.num_tokens):
-            self._take(int(2 * len(self._sorted) * tokens / self.num_tokens))
-        if self._ends[-1] < min(tokens, self.num_tokens):  # the first units are short
-            self._take(len(self._sorted))
+        count = len(self._sorted) * tokens / self.num_tokens
+        while self._ends[-1] < min(tokens, self.num_tokens):
+            count *= 1.25
+            self._take(int(count))
         after = max(1, min(int(np.searchsorted(self._ends, tokens)), len(self._order)))
         is_nearer = tokens - self._ends[after - 1] < self._ends[after] - tokens
         units = self._order[: max(1, after - bool(is_nearer))]
@@ -257,6 +257,8 @@ def shrink(
     opened = [_Shard.open(name, source.open(i), groups) for i, name in enumerate(names)]
     lengths = np.concatenate([shard.lengths for shard in opened])
     order = NestedOrder(lengths, seed, _joined(opened))
+    if not order.num_tokens:
+        raise ConfigError(f"{source.path} has no tokens: leave the source out")
     begins = np.cumsum([0, *(len(shard.lengths) for shard in opened)])[:-1]
     wanted = share * positions(source)
     tokens, best, taken = share * order.num_tokens, list[SampleIndex](), np.zeros(0, np.bool_)

@@ -238,6 +238,12 @@ def test_documents_that_were_not_packed_stay_out(tmp_path: Path) -> None:
     assert min(documents_of(image)) >= 500 and image.of_tokens == LENGTHS[500:1000].sum()
 
 
+def test_an_empty_source_is_refused(tmp_path: Path) -> None:
+    index = packed(tmp_path / "d", np.zeros(3, np.int64), "bucket", buckets=[64])
+    with pytest.raises(ConfigError, match="has no tokens: leave the source out"):
+        shrink(index, str(tmp_path / "d"), 1 / 2, tmp_path / "p")
+
+
 def test_prefix_trees_and_other_datasets(tmp_path: Path) -> None:
     data = dataset(tmp_path / "d", LENGTHS[:500].clip(1, 200))
     printed("pack", data.prefix, "--buckets", 256, "--strategy", "tree")
