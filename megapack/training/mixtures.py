@@ -125,8 +125,10 @@ class Trial:
     def losses(self) -> dict[str, float] | None:
         """Held-out losses by name of the source, if the run has ended."""
         evidence = measured(self.folder) if (self.folder / TRIAL).exists() else None
+        if evidence is None:
+            return None
         named = self.record.held_out.items()
-        return evidence and {n: evidence.losses[d] for n, d in named if d in evidence.losses}
+        return {name: evidence.losses[d] for name, d in named if d in evidence.losses}
 
 
 @dataclass(frozen=True)
@@ -357,7 +359,8 @@ class _Regression:
             for alpha, of_set in zip(self._alphas, losses.T, strict=True)
         ]
         features = _features(others)
-        return np.mean([np.exp(model.predict(features)) for model in models], axis=0)
+        predicted: Floats = np.exp([model.predict(features) for model in models])
+        return predicted.mean(axis=0)
 
 
 def _fitted(model: Any, mixtures: Floats, losses: Floats) -> Any:
@@ -370,8 +373,9 @@ def _features(mixtures: Floats) -> Floats:
 
 
 def _best(mixtures: Floats, losses: Floats) -> Floats:
-    best: Floats = mixtures[np.argsort(losses, kind="stable")[:_BEST]].mean(axis=0)
-    return best / best.sum()
+    best = mixtures[np.argsort(losses, kind="stable")[:_BEST]].mean(axis=0)
+    normed: Floats = best / best.sum()
+    return normed
 
 
 def _rank_correlation(fit: _Regression, mixtures: Floats, losses: Floats) -> float:
@@ -380,5 +384,5 @@ def _rank_correlation(fit: _Regression, mixtures: Floats, losses: Floats) -> flo
         fit.predict(np.delete(mixtures, i, 0), np.delete(losses, i, 0), mixtures[[i]]).item()
         for i in complete
     ]
-    ranks = [np.argsort(np.argsort(x)) for x in (left_out, losses[complete].mean(axis=1))]
-    return float(np.corrcoef(*ranks)[0, 1]) if len(complete) > 2 else math.nan
+    ranks = np.argsort(np.argsort([left_out, losses[complete].mean(axis=1)]))
+    return float(np.corrcoef(ranks)[0, 1]) if len(complete) > 2 else math.nan

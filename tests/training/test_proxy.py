@@ -312,3 +312,45 @@ def test_whole_documents_that_are_too_large_name_a_scale(sources: Path, tmp_path
     (tmp_path / "blend.yaml").write_text(yaml.safe_dump(tree))
     shown = printed("proxy", run, tmp_path / "small", "--scale", "1/2000")
     assert "whole documents differ by" in shown and "by less than 1 % at scale 1/" in shown
+
+
+def test_shards_scores_exclusions_and_fim_keep_their_meaning(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Documents keep their numbers, so that files of scores and exclusions stay valid."""
+    monkeypatch.chdir(tmp_path)
+    run = the_run(sources, tmp_path, num_steps=400, stop_at=None)
+    names = [sources / "s2", sources / "s3"]
+    room = ("--buckets", "64,128,256", "--fim-room", 3, "--output")
+    printed("pack", *names, *room, "all.shards.json")
+    printed("pack", sources / "s0", *room, "a.samples")
+    count = IndexedDataset(sources / "s0").num_documents
+    np.save(tmp_path / "scores.npy", np.arange(count)[::-1])
+    (tmp_path / "taken.txt").write_text("\n".join(map(str, range(0, count, 2))))
+    scored = {"name": "a", "prefix": f"{sources}/s0", "index": "a.samples"}
+    tree = {
+        "sources": [
+            {**scored, "weight": 1, "scores": "scores.npy"},
+            {"name": "b", "index": "all.shards.json", "weight": 1},
+        ],
+        "fim": {
+            "rate": 0.5,
+            "eod": "none",
+            "sentinels": {"prefix": 61, "suffix": 62, "middle": 63},
+        },
+        "stages": [{"from_step": 200, "exclude": {"a": "taken.txt"}}],
+    }
+    (tmp_path / "blend.yaml").write_text(yaml.safe_dump(tree))
+    printed("proxy", run, "small", "--scale", "1/4", "--dry-run")
+    printed("proxy", run, "small", "--scale", "1/4")
+    small = OpenRun(load_config(PretrainConfig, tmp_path / "small" / "run.yaml"))
+    samples = small.schedule.samples
+    assert samples.fingerprints[0] != samples.indices[0].fingerprint  # with its order by score
+    assert samples.indices[1].num_documents == sum(IndexedDataset(n).num_documents for n in names)
+    before, after = small.schedule.step(49), small.schedule.step(50)
+    assert not before.view.has_exclusions and after.view.has_exclusions
+    held = {d for i in after.sample_ids for d, _, _ in samples.segments(i, after.view)[1]}
+    of_a = [i for i in after.sample_ids if samples.segments(i, after.view)[0] == 0]
+    kept = {d for i in of_a for d, _, _ in samples.segments(i, after.view)[1]}
+    assert held and kept and all(document % 2 for document in kept)
+    assert after.view.fim_rates is not None and set(after.view.fim_rates) == {0.5}
