@@ -178,7 +178,7 @@ def _run_trials(
     i, n = args.part or (0, 1)
     waiting = [k for k in range(i, len(trials), n) if trials[k].losses is None]
     logs = tuple(trial.folder / "output.log" for trial in trials)
-    with Work(f"running {counted(len(waiting), 'proxy')}") as work:
+    with Work(f"training {counted(len(waiting), 'run')}") as work:
         run_shards(
             Runner(tuple(commands), logs),
             waiting,

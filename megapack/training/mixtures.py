@@ -359,8 +359,8 @@ class _Regression:
             for alpha, of_set in zip(self._alphas, losses.T, strict=True)
         ]
         features = _features(others)
-        predicted: Floats = np.exp([model.predict(features) for model in models])
-        return predicted.mean(axis=0)
+        mean: Floats = np.mean([np.exp(model.predict(features)) for model in models], axis=0)
+        return mean
 
 
 def _fitted(model: Any, mixtures: Floats, losses: Floats) -> Any:
@@ -385,4 +385,4 @@ def _rank_correlation(fit: _Regression, mixtures: Floats, losses: Floats) -> flo
         for i in complete
     ]
     ranks = np.argsort(np.argsort([left_out, losses[complete].mean(axis=1)]))
-    return float(np.corrcoef(ranks)[0, 1]) if len(complete) > 2 else math.nan
+    return float(np.corrcoef(ranks[0], ranks[1])[0, 1]) if len(complete) > 2 else math.nan
