@@ -73,15 +73,15 @@ def number(text: str) -> int | float:
     _refuse(f"{text!r} is not a number; write -1 or 0.5")
 
 
-def share(text: str) -> float:
-    """Convert ``0.02`` or ``2/100`` to 0.02; above 0 and at most 1."""
+def share(text: str) -> Fraction:
+    """Convert ``0.02`` or ``1/50`` to 1/50; above 0 and at most 1."""
     try:
         number = Fraction(text)
     except (ValueError, ZeroDivisionError):
         number = Fraction(0)
     if not 0 < number <= 1:
-        _refuse(f"{text!r} is not a share above 0 and at most 1; write 0.02 or 2/100")
-    return float(number)
+        _refuse(f"{text!r} is not a share above 0 and at most 1; write 0.02 or 1/50")
+    return number
 
 
 def part_of(text: str) -> tuple[int, int]:

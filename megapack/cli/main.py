@@ -39,6 +39,8 @@ COMMANDS = {
     "arrange": ("megapack.cli.arrange", "copy a source with its tokens in the order of training"),
     "compare": ("megapack.cli.compare", "compare packing strategies on a dataset"),
     "simulate": ("megapack.cli.simulate", "simulate steps on a cluster: time, bubbles, idle ranks"),
+    "proxy": ("megapack.cli.proxy", "write a run's program at a share of its tokens"),
+    "mixtures": ("megapack.cli.mixtures", "try mixtures on proxies, and propose weights"),
     "inspect": ("megapack.cli.inspect", "show the content of .idx and .samples files"),
     "trace": ("megapack.cli.trace", "show which documents a run trains on, and when"),
     "audit": ("megapack.cli.audit", "prove what a run was trained on, from its records"),

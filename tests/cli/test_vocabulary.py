@@ -17,7 +17,7 @@ from megapack.cli.main import COMMANDS, build_parser
 ALL = sorted(COMMANDS)
 READ_DATASETS = {"pack", "compare", "merge", "verify", "repair", "inspect", "upload"}
 EDIT = {"column"}
-READ_RUNS = {"trace", "audit", "report", "simulate"}
+READ_RUNS = {"trace", "audit", "report", "simulate", "proxy", "mixtures"}
 WRITE = {"tokenize", "train-tokenizer", "pack", "arrange", "compare", "merge", "import", "export"}
 # Spellings that another option has replaced.
 GIVEN_UP = ("--document-end-token", "--force", "--output-file", "--num-workers", "--num-threads")
