@@ -399,7 +399,7 @@ def configuration_pages() -> dict[str, str]:
 def _sections(name: str, cls: type) -> list[tuple[str, type]]:
     """Return a section and those inside it: path of the key, class."""
     inner = [(f"{name}.{key.name}".lstrip("."), key.section) for key in keys(cls) if key.section]
-    return [(name, cls), *(found for path, of in inner for found in _sections(path, of))]
+    return [(name, cls), *(one for path, section in inner for one in _sections(path, section))]
 
 
 def _configuration(title: str, about: str, sections: Sequence[tuple[str, type]]) -> str:

@@ -151,12 +151,13 @@ def train(args: argparse.Namespace, trees: bool) -> dict[str, Any]:
     seconds = time.process_time() - begin - getattr(trainer, "generation_seconds", 0.0)
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory) / 1024
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    parameters = copies(model)
     return {
         "tokens": forwarded[0],
         "seconds": seconds,
         "MiB": grown,
         "losses": losses,
-        "parameters": (parameters := copies(model)),
+        "parameters": parameters,
         "moved": max(abs(new - old).max() for new, old in zip(parameters, start, strict=True)),
     }
 

@@ -85,12 +85,14 @@ again() {  # name, seed, settings
     settings "$1-$2"
     "$PYTHON" launch/pretrain.py "${SETTINGS[@]}" --set "seed=$2" \
         --set "evaluation.every=$STEPS" --set "checkpoint.every=$STEPS" --set model.probe=false \
-        "${@:3}" >"$OUT/$1-$2.log" 2>&1
+        "${@:3}" >"$OUT/$1-$2.log" 2>&1 && return
+    printf '%s\n' "the end of $OUT/$1-$2.log, which failed:" "$(tail -n 20 "$OUT/$1-$2.log")" >&2
+    return 1
 }
 for seed in $SEEDS; do
     say "7/8 both again with seed $seed, at the same time: a minute or two; output in $OUT/*-$seed.log"
     again bucket "$seed" "${BUCKET[@]}" &
-    again concat "$seed" "${CONCAT[@]}"
+    again concat "$seed" "${CONCAT[@]}" || { wait; exit 1; }
     wait $!
 done
 

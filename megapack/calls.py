@@ -2,7 +2,7 @@
 
 - ``checked_call``: decorator of a function or class. A wrong name or type is an ArgumentError.
 - ``nearest``: "; did you mean 'x'?", for every error about an unknown name.
-- ``given``: arguments that are not None.
+- ``without_none``: arguments that are not None.
 
     @checked_call
     def build(steps: int, *, order: Literal["shuffled", "sorted"] = "shuffled") -> None: ...
@@ -40,7 +40,7 @@ def nearest(name: str, known: Iterable[str], formerly: Mapping[str, str] | None 
     return f"; did you mean {names[close[0]]!r}?" if close else ""
 
 
-def given(arguments: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+def without_none(arguments: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """Return those arguments (``locals()``) that ``names`` lists and that are not None."""
     return {name: arguments[name] for name in names if arguments[name] is not None}
 
@@ -61,18 +61,21 @@ def checked_call(function: F, instead: Mapping[str, str] | None = None) -> F:
     subject = function.__qualname__.removesuffix(".__init__")
 
     @functools.cache  # at the first call, when all names of the hints exist
-    def declared() -> tuple[inspect.Signature, dict[str, Any]]:
-        return inspect.signature(function), _hints(function)
+    def declared() -> tuple[inspect.Signature, dict[str, Any], list[tuple[int, str]]]:
+        signature, hints = inspect.signature(function), _hints(function)
+        chosen = [(i, n) for i, n in enumerate(signature.parameters) if _choices(hints.get(n))]
+        return signature, hints, chosen
 
     accepted: set[tuple[Any, ...]] = set()
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        # Checks depend on types, and on the values of strings: what passed once passes again.
-        kinds = (*map(_kind, args), None, *kwargs, None, *map(_kind, kwargs.values()))
+        signature, hints, chosen = declared()
+        # Checks depend on types, and on the values of choices: what passed once passes again.
+        values = [args[i] if i < len(args) else kwargs.get(name) for i, name in chosen]
+        kinds = (*map(type, args), *kwargs, *map(type, kwargs.values()), *map(_kind, values))
         if kinds in accepted:
             return function(*args, **kwargs)
-        signature, hints = declared()
         try:
             arguments = signature.bind(*args, **kwargs).arguments
         except TypeError as error:

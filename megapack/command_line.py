@@ -1,6 +1,7 @@
 """Parser of every megapack command: errors take one line and suggest the intended option.
 
-- ``Parser``: argparse's, with these errors.
+- ``Parser``: argparse's, with these errors. An option whose metavar ends in ",..." takes a list.
+- ``PrintAction``: an option that prints a text and ends the program.
 - ``add_program_options``: ``--version`` and ``--print-completion``, for every program.
 
     $ megapack-build pack corpus --bukets 1024
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from megapack import __version__
@@ -45,7 +46,8 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"unknown option {name}{nearest(name, known, elsewhere)}")
         for option, *values in zip(words, words[1:], words[2:], strict=False):
             action = self._option_string_actions.get(option)
-            if action and action.metavar == "L,L,..." and all(map(str.isdecimal, values)):
+            is_list = action is not None and str(action.metavar).endswith(",...")
+            if is_list and all(map(str.isdecimal, values)):
                 self.error(
                     f"{option} {' '.join(values)}: separate them by commas, {','.join(values)}"
                 )
@@ -67,19 +69,28 @@ class Parser(argparse.ArgumentParser):
             (file or sys.stderr).write(message)
 
 
-class _PrintCompletion(argparse.Action):
-    """Option that prints a completion script and ends the program."""
+class PrintAction(argparse.Action):
+    """Option that prints a text and ends the program; ``text`` maps (parser, value) to it."""
+
+    def __init__(
+        self, *names: Any, text: Callable[[argparse.ArgumentParser, str], str], **options: Any
+    ) -> None:
+        super().__init__(*names, **options)
+        self.text = text
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: Any = None
     ) -> None:
         del namespace, option
         try:
-            shtab = require("shtab", "--print-completion")
+            sys.stdout.write(f"{self.text(parser, values)}\n")
         except MegapackError as error:
             parser.error(str(error))
-        sys.stdout.write(f"{shtab.complete(parser, values)}\n")
         parser.exit()
+
+
+def _completion(parser: argparse.ArgumentParser, shell: str) -> str:
+    return str(require("shtab", "--print-completion").complete(parser, shell))
 
 
 def add_program_options(parser: argparse.ArgumentParser) -> None:
@@ -87,7 +98,8 @@ def add_program_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--version", action="version", version=f"megapack {__version__}")
     parser.add_argument(
         "--print-completion",
-        action=_PrintCompletion,
+        action=PrintAction,
+        text=_completion,
         choices=("bash", "zsh", "tcsh"),
         help="print a script that completes options in this shell, and exit",
     )

@@ -12,6 +12,7 @@ as integers. ``check_range`` checks ranges.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import operator
 import types
@@ -41,28 +42,30 @@ def load_config(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -
     where = str(path)
     if not isinstance(tree, dict):
         return from_dict(cls, tree, where=where)
-    problem = _problem(cls, apply_overrides(tree, overrides), where)
-    if problem is not None:
-        # The overrides without which the error would be another one, or none, are to blame.
-        others = [[*overrides[:i], *overrides[i + 1 :]] for i in range(len(overrides))]
-        without = [_problem(cls, apply_overrides(tree, each), where) for each in others]
-        blamed = [
-            f"--set {override}"
-            for override, other in zip(overrides, without, strict=True)
-            if other != problem
-        ]
-        if blamed:
-            problem = f"{' '.join(blamed)}: {problem.removeprefix(f'{where}: ')}"
-        raise ConfigError(problem)
-    return from_dict(cls, apply_overrides(tree, overrides), where=where)
-
-
-def _problem(cls: type[Any], tree: Mapping[str, Any], where: str) -> str | None:
     try:
-        from_dict(cls, tree, where=where)
+        return from_dict(cls, apply_overrides(tree, overrides), where=where)
     except ConfigError as error:
-        return str(error)
-    return None
+        problem = str(error)
+    if problem.startswith("--set "):  # of one override, whatever the others are
+        raise ConfigError(problem)
+
+    def is_cause(*removed: int) -> bool:
+        kept = [text for i, text in enumerate(overrides) if i not in removed]
+        try:
+            from_dict(cls, apply_overrides(tree, kept), where=where)
+        except ConfigError as error:
+            # An error of --set: a later override needs one that was removed.
+            return str(error) != problem and not str(error).startswith("--set ")
+        return True
+
+    # The overrides without which the error would be another one, or none, are to blame; all of
+    # them if each alone has the same error.
+    every = range(len(overrides))
+    blamed = [i for i in every if is_cause(i)] or [i for i in every if is_cause(*every)]
+    if blamed:
+        causes = " ".join(f"--set {overrides[i]}" for i in blamed)
+        problem = f"{causes}: {problem.removeprefix(f'{where}: ')}"
+    raise ConfigError(problem)
 
 
 def apply_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -94,18 +97,11 @@ def from_dict(cls: type[T], tree: Any, *, where: str = "configuration") -> T:
     an unknown key x suggests the field with ``metadata={"formerly": "x"}``."""
     if not isinstance(tree, Mapping):
         raise ConfigError(f"{where} is {tree!r:.200}; it must be a mapping of keys")
-    hints = get_type_hints(cls)
-    fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
-    formerly = {f.metadata["formerly"]: n for n, f in fields.items() if "formerly" in f.metadata}
-    values: dict[str, Any] = {}
-    check_known(where, "key", tree, fields, formerly)
-    for key, value in tree.items():
-        values[key] = _convert(hints[key], value, f"{where}: {key}")
-    for name, field in fields.items():
-        required = (
-            field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        )
-        if required and name not in values:
+    hints, required, formerly = _keys(cls)
+    check_known(where, "key", tree, hints, formerly)
+    values = {key: _convert(hints[key], tree[key], f"{where}: {key}") for key in tree}
+    for name in required:
+        if name not in values:
             raise ConfigError(f"{where}: missing key {name!r}; it has no default, so add it")
     try:
         return cls(**values)
@@ -113,6 +109,16 @@ def from_dict(cls: type[T], tree: Any, *, where: str = "configuration") -> T:
         raise
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from error
+
+
+@functools.cache
+def _keys(cls: type[Any]) -> tuple[dict[str, Any], list[str], dict[str, str]]:
+    """Return key -> type hint, the keys without a default, and former key -> key."""
+    all_hints, fields = get_type_hints(cls), [f for f in dataclasses.fields(cls) if f.init]
+    missing = dataclasses.MISSING
+    required = [f.name for f in fields if f.default is missing and f.default_factory is missing]
+    formerly = {f.metadata["formerly"]: f.name for f in fields if "formerly" in f.metadata}
+    return {f.name: all_hints[f.name] for f in fields}, required, formerly
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -238,7 +244,7 @@ def check_known(
         what: kind of the names, as in "key".
         formerly: old name -> known name.
     """
-    known = list(known)
+    known = dict.fromkeys(known)
     for name in names:
         if name not in known:
             hint, listed = nearest(str(name), known, formerly), ", ".join(sorted(known))

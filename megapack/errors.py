@@ -17,12 +17,13 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 
-def require(module: str, why: str) -> Any:
-    """Import an optional package. Raises MegapackError: ``why`` it is needed, how to install it."""
+def require(module: str, why: str, package: str | None = None) -> Any:
+    """Import an optional module of a ``package``; None: it has the module's name. Raises
+    MegapackError: ``why`` it is needed, how to install it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        package = module.partition(".")[0]
+        package = package or module.partition(".")[0]
         raise MegapackError(
             f"{why} needs the package {package} ({error}): pip install {package}"
         ) from error

@@ -38,7 +38,7 @@ def json_schema(cls: type) -> dict[str, Any]:
 
 def field_docstrings(cls: type) -> dict[str, str]:
     """Return field -> docstring of the field, including base classes."""
-    found: dict[str, str] = {}
+    docstrings: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if not dataclasses.is_dataclass(base):
             continue
@@ -51,8 +51,8 @@ def field_docstrings(cls: type) -> dict[str, str]:
                 and isinstance(following, ast.Expr)
                 and isinstance(following.value, ast.Constant)
             ):
-                found[statement.target.id] = inspect.cleandoc(str(following.value.value))
-    return found
+                docstrings[statement.target.id] = inspect.cleandoc(str(following.value.value))
+    return docstrings
 
 
 def _of_class(cls: type, definitions: dict[str, Any]) -> dict[str, Any]:

@@ -632,4 +632,20 @@ megapack/training/model/training_model.py: tests/training/test_evaluate.py
 validation_z_loss: the z-loss counts in validation, too
 - z_loss=self.z_loss if self.training else 0.0,
 + z_loss=self.z_loss,
+
+megapack/packing/proxy.py: tests/packing/test_proxy.py
+proxy_waits: a long document enters a proxy of which it is a large part
+- turns = np.maximum(ends - tokens, _LONG * tokens)
++ turns = ends - tokens
+proxy_padding: the padding of small packings counts as repetition
+- tokens /= ratio
++ tokens /= 1.0
+proxy_scramble: proxies of all seeds have documents of the same places
+- number ^= number * np.uint64(
++ number ^= 0 * np.uint64(
+
+megapack/training/proxy.py: tests/training/test_proxy.py
+proxy_rounding: stages of a proxy begin early
+- return math.floor(step * self.share / self.per_step + Fraction(1, 2))
++ return math.floor(step * self.share / self.per_step)
 """

@@ -6,18 +6,26 @@ import importlib
 import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_type_hints
 
 import numpy as np
 import pytest
 import torch
 
 import megapack
-from megapack import BucketBatchSampler, IndexedDatasetBuilder, PackedDataset, Schedule, pack
-from megapack.calls import checked_call, given, nearest
+from megapack import (
+    BucketBatchSampler,
+    IndexedDataset,
+    IndexedDatasetBuilder,
+    PackedDataset,
+    Schedule,
+    pack,
+)
+from megapack.calls import checked_call, nearest, without_none
 from megapack.data import ScheduleConfig, build_loader
 from megapack.errors import ArgumentError, ConfigError
-from megapack.packing.strategies import PARAMETERS
+from megapack.packing.strategies import PARAMETERS, STRATEGIES
+from megapack.planning import plan_step, plan_trees
 
 PACKAGES = ("storage", "packing", "planning", "compare", "data", "attention", "probe")
 PASSED_ON = {"flex_block_mask"}  # to a function of torch
@@ -66,8 +74,15 @@ def test_arguments_of_pack_are_the_parameters_of_the_strategies() -> None:
     others = set(inspect.signature(pack).parameters) - set(PARAMETERS)
     assert others == {
         *("lengths", "strategy", "buckets", "seed", "threads", "alignment", "fim_room"),
-        *("match_repetition", "groups", "tokens", "preset", "progress"),
+        *("match_repetition", "groups", "second", "second_capacity", "tokens", "preset"),
+        "progress",
     }
+    hints = get_type_hints(pack)
+    with_choices = [p for s in STRATEGIES.values() for p in s.parameters if p.choices]
+    assert len(with_choices) >= 5
+    for parameter in with_choices:
+        literal = next(h for h in get_args(hints[parameter.name]) if get_args(h))
+        assert get_args(literal) == parameter.choices, parameter.name
 
 
 @checked_call
@@ -86,7 +101,7 @@ def build(
     **more: int,
 ) -> dict[str, Any]:
     """Return what was given."""
-    return {**given(locals(), ("order", "device")), "steps": steps, **more}
+    return {**without_none(locals(), ("order", "device")), "steps": steps, **more}
 
 
 @pytest.mark.parametrize(
@@ -166,10 +181,19 @@ def test_reprs_fit_in_a_line(tmp_path: Path) -> None:
     ranks: dict[str, Any] = {"data_parallel_rank": 0, "data_parallel_size": 2}
     sampler = BucketBatchSampler(schedule, micro_batch_tokens=256, **ranks)
     loader = build_loader(data, schedule, micro_batch_tokens=256, **ranks)
-    for value in (schedule, sampler, loader, data):
+    step = plan_step(lengths, num_ranks=2, max_tokens_per_rank=512)
+    trees = plan_trees([[1, 2, 3], [1, 2, 4]], num_ranks=1, max_tokens_per_rank=16)
+    for value in (schedule, sampler, loader, data, index, step, trees):
         assert type(value).__name__ in repr(value) and len(repr(value)) <= 120, repr(value)
     assert "512 tokens per step of buckets 64 to 256" in repr(schedule)
     assert "rank 0 of 2" in repr(loader)
+    assert "199 documents, 19,900 tokens, 2 ranks, " in repr(step)
+    assert repr(trees) == "TreePlan(2 sequences, 4 tokens in 1 tree, 1 rank)"
+    with IndexedDatasetBuilder(folder / "one") as builder:
+        builder.add_document([1, 2])
+    assert repr(IndexedDataset(folder / "one")).endswith(
+        ": 1 document, 1 sequence, 2 int32 tokens)"
+    )
 
 
 def test_the_loader_is_at_the_top() -> None:

@@ -98,6 +98,9 @@ def test_malformed_overrides_are_refused(text: str) -> None:
         (["seed=1", "sede=2"], "--set sede=2: unknown key 'sede'; did you mean 'seed'?"),
         (["optimizer.schedul=linear"], "--set optimizer.schedul=linear: optimizer: unknown key"),
         (["seed=1", "seed=x", "buckets=[1]"], "--set seed=x: seed is 'x'; it must be"),
+        (["sede=1", "sede=2"], "--set sede=1 --set sede=2: unknown key 'sede'"),
+        (["seed={}", "seed.a=1", "sede=2"], "--set sede=2: unknown key 'sede'"),
+        (["seed=1", "seed.a=1", "sede=2"], "--set seed.a=1: seed is a single value"),
         (["seed=1"], "run.yaml: unknown key 'sede'; did you mean 'seed'?"),
     ],
 )
@@ -107,7 +110,7 @@ def test_an_error_names_the_override_that_causes_it(
     """And the file, if no override does."""
     path = tmp_path / "run.yaml"
     wrong = "sede: 2\n" if "run.yaml" in blamed else ""
-    path.write_text(f"{wrong}buckets: [1024]\noptimizer: {{learning_rate: 3e-4}}\n")
+    path.write_text(f"{wrong}seed: 0\nbuckets: [1024]\noptimizer: {{learning_rate: 3e-4}}\n")
     with pytest.raises(ConfigError) as error:
         load_config(Outer, path, overrides)
     assert str(error.value).removeprefix(f"{tmp_path}/").startswith(blamed)

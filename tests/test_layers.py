@@ -40,12 +40,20 @@ ONLY = {
         "megapack.training.config",
         "megapack.training.engine.directory",
         "megapack.training.monitoring.slowdowns",
+        "megapack.training.mixtures",
+        "megapack.training.proxy",
     }
 }
 TORCH_FREE = (
     *("storage", "tokenization", "packing", "planning", "compare", "cli"),
     *("errors", "calls", "command_line", "config", "records", "units", "devices", "executors"),
-    *("hub", "data/run", "training/config"),  # checked before torch is imported
+    *(
+        "hub",
+        "data/run",
+        "training/config",
+        "training/proxy",
+        "training/mixtures",
+    ),  # checked before torch is imported
     *("data/loader", "integrations/dialects", "integrations/hosts/jax"),  # arrays of numpy
     *("training/engine/directory", "training/monitoring/slowdowns"),  # a run is read
 )

@@ -137,7 +137,7 @@ print({"numpy", "yaml", "transformers", "xxhash", "megapack._core"} & {*sys.modu
 
 
 def test_the_probe_of_a_wheel_runs_with_torch_alone(tmp_path: Path) -> None:
-    """Without the dependencies of the wheel, in an environment that has only torch."""
+    """The environment has torch, and none of the dependencies of the wheel."""
     peer("torch")
     ended(sys.executable, "-m", "venv", "--without-pip", tmp_path / "env", cwd=tmp_path)
     python = tmp_path / "env" / "bin" / "python"

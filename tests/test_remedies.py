@@ -6,6 +6,7 @@ Errors say ``...; set NAME to VALUE, or NAME to VALUE and NAME to VALUE``, ``did
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import re
 from collections.abc import Callable
@@ -14,7 +15,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import zstandard
 from commands import build, printed
+from programs import PYTHON, ended
 
 from megapack import (
     BucketBatchSampler,
@@ -195,12 +198,33 @@ def test_ranks_that_do_not_divide_a_step(ranks: int, fitting: int) -> None:
         assert f"{problem}32768; set tokens_per_step to {fitting}, or" in str(error.value)
 
 
+@pytest.mark.parametrize("group", [1, 2, 3, 4])
+def test_ranks_that_do_not_divide_a_step_in_groups(group: int) -> None:
+    """The sizes of a configuration are checked before its data are opened."""
+
+    def check(data_parallel_size: int, **sizes: Any) -> None:
+        config = DataConfig(prefix="docs", index="docs.samples", **sizes)
+        config.check_ranks(data_parallel_size, group)
+
+    num_applied = sum(
+        applied(
+            check,
+            data_parallel_size=group * groups,
+            tokens_per_step=step,
+            micro_batch_tokens=tokens,
+        )
+        for groups, step, tokens in itertools.product((5, 7, 9), (16, 20, 24, 36), (1, 2, 4))
+        if step % tokens == 0
+    )
+    assert num_applied > 10
+
+
 KEYS = ("data.tokens_per_step", "data.micro_step_tokens", "data.micro_batch_tokens")
 
 
 @pytest.mark.parametrize(("key", "value"), itertools.product(KEYS, (1, 1000, 3000, 12288)))
 def test_sizes_on_the_command_line(key: str, value: int) -> None:
-    """With a recipe, the error names --set, not the recipe; a second --set is the remedy."""
+    """The error names --set, not the file of the recipe; another --set repairs it."""
     override = f"{key}={value}"
 
     def read(**settings: Any) -> None:
@@ -247,18 +271,32 @@ def test_a_recipe_without_its_data(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     Inputs(read_config("demo_cpu", [each.replace("PREFIX", "mine") for each in settings]))
 
 
-def test_a_folder_of_which_most_would_be_skipped(tmp_path: Path) -> None:
-    """A folder of code with a few texts is refused; notes next to data are not."""
+@pytest.mark.parametrize(
+    ("taken", "skipped", "remedies"),
+    [
+        ("notes.txt", ".py", [" .txt", " .py", " .txt .py"]),
+        ("NOTES.TXT", ".Py", [" .txt", " .py", " .txt .py"]),
+        ("notes.txt.zstd", ".rst.GZ", [" .txt.zstd", " .rst.gz", " .txt.zstd .rst.gz"]),
+        ("notes.txt", ".5 [a copy]", [" .txt"]),
+    ],
+    ids=["code", "upper case", "compressed", "no suffix"],
+)
+def test_a_folder_of_which_most_would_be_skipped(
+    tmp_path: Path, taken: str, skipped: str, remedies: list[str]
+) -> None:
+    """A folder of code with a few texts is refused; notes next to data are not. A broken link among
+    the skipped files has no size."""
     corpus = tmp_path / "corpus"
     corpus.mkdir()
-    for i in range(12):
-        (corpus / f"{i}.py").write_text("print('some code')\n" * 9)
-    (corpus / "notes.txt").write_text("a note\n")
+    compress = {".zstd": zstandard.compress, ".GZ": gzip.compress}
+    for name in (taken, *(f"{i}{skipped}" for i in range(12))):
+        text = f"some words of {name}\n".encode() * 9
+        (corpus / name).write_bytes(compress.get(Path(name).suffix, bytes)(text))
+    (corpus / "dangling.log").symlink_to(tmp_path / "missing")
     command = ["tokenize", "--input", corpus, "--tokenizer", "bytes"]
     error = printed(*command, "--output-prefix", tmp_path / "out", status=2)
-    assert "only 1 file (.txt 1) would be read, and 12 files (.py 12) skipped" in error
-    remedies = re.findall(r"--suffix((?: \.\w+)+)", error)
-    assert remedies == [" .txt", " .py", " .txt .py"]
+    assert "only 1 file (" in error and " would be read, and 13 files (" in error
+    assert re.findall(r"--suffix((?: \.[\w.]+)+)", error) == remedies
     for remedy in remedies:
         printed(*command, "--output-prefix", tmp_path / remedy, "--suffix", *remedy.split())
     (corpus / "large.jsonl").write_text('{"text": "a long one"}\n' * 999)
@@ -299,8 +337,10 @@ def test_words_of_the_command_line(words: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("words", [("--data-prefix", "text"), ("text",)], ids=len)
 def test_buckets_separated_by_spaces(words: tuple[str, ...]) -> None:
-    error = printed("pack", *words, "--buckets", "512", "1024", status=2)
-    assert "--buckets 512 1024: separate them by commas, 512,1024" in error
+    with_commas = "--buckets 512 1024: separate them by commas, 512,1024"
+    assert with_commas in printed("pack", *words, "--buckets", "512", "1024", status=2)
+    pretrain = [*PYTHON[:1], "-m", "megapack.training.pretrain", "--buckets", "512", "1024"]
+    assert with_commas in ended(*pretrain, status=2).stderr
 
 
 def test_a_missing_file_next_to_a_similar_one(tmp_path: Path) -> None:

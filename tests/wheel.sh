@@ -46,7 +46,7 @@ if "${alone[@]}" megapack-pretrain --help 2>"$work/said"; then
     echo "megapack-pretrain started without torch" >&2
     exit 1
 fi
-grep "install megapack with its extra train" "$work/said"
+grep "then megapack with its extra train" "$work/said"
 
 # The recipe of the demonstration: planned before there are data, then two steps of it.
 "${pip[@]}" --only-binary :all: torch numpy wheel "setuptools>=77"

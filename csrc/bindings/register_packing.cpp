@@ -162,6 +162,12 @@ BucketRules bucket_rules(Rules& rules) {
     return result;
 }
 
+// The caller's dictionary of rules keeps the array of second sizes alive.
+BucketSecondRules bucket_second_rules(Rules& rules) {
+    return {bucket_rules(rules), view(rules.take<Array<std::int64_t>>("second"), "second"),
+            rules.integers("second_capacities")};
+}
+
 // ---- The strategies
 
 // Seed and threads of a core Run, and two options that only the bindings use.
@@ -249,6 +255,7 @@ Strategy strategy(Read read, Pack pack) {
 const std::map<std::string, Strategy>& strategies() {
     static const std::map<std::string, Strategy> all{
         MEGAPACK_STRATEGY(bucket, bucket_rules(k)),
+        MEGAPACK_STRATEGY(bucket_second, bucket_second_rules(k)),
         MEGAPACK_STRATEGY(bucket_naive, BucketNaiveRules{k.integers("buckets"), k.flag("shuffle")}),
         MEGAPACK_STRATEGY(bucket_stream, bucket_rules(k)),
         MEGAPACK_STRATEGY(concat, ConcatRules{atoms(k), k.flag("shuffle"), drop_last(k)}),

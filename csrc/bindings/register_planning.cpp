@@ -58,14 +58,19 @@ std::tuple<Numbers, Numbers> sort_sequences_numpy(const Array<T>& items,
     return {to_numpy(std::move(sorted.order)), to_numpy(std::move(sorted.shared))};
 }
 
-// Checks what the core uses as positions: no sequence shares more than it or its neighbor has.
+// Checks what the core uses as positions: a sequence shares at most all tokens of itself and of the
+// sequence before it.
 void check_sorted(Span<const std::int64_t> lengths, Span<const std::int64_t> shared) {
     check(lengths.size() == shared.size(), "there are ", lengths.size(), " lengths and ",
           shared.size(), " shared prefixes");
-    for (std::int64_t k = 0; k < lengths.size(); ++k)
-        check(lengths[k] > 0 && shared[k] >= 0 && shared[k] <= lengths[k] &&
-                  shared[k] <= (k == 0 ? 0 : lengths[k - 1]),
-              "sequence ", k, " has ", lengths[k], " tokens and shares ", shared[k]);
+    for (std::int64_t k = 0; k < lengths.size(); ++k) {
+        const std::int64_t before = k == 0 ? 0 : lengths[k - 1];
+        check(lengths[k] > 0, "sequence ", k, " has ", lengths[k],
+              " tokens; it must have 1 or more");
+        check(shared[k] >= 0 && shared[k] <= std::min(lengths[k], before), "sequence ", k,
+              " shares ", shared[k], " tokens with the sequence before it; it must share 0 to ",
+              std::min(lengths[k], before));
+    }
 }
 
 // Returns (number of micro batches, offsets of trees, their sequences, shared tokens as above).

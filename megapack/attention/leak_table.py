@@ -117,13 +117,13 @@ def findings(
     row, label = Row.of(_documents()), str(dtype).removeprefix("torch.")
     build = partial(_build, dtype)
     found: list[Combination] = []
-    made: Any = None
+    reference: Any = None  # the tiny configuration and its model, once for all kernels
     for implementation in attention:
         try:
             with isolated(torch.device("cpu")):
-                made = made or tiny_reference(configuration, build, _lower_thresholds)
-            model = build(made[0], implementation)
-            model.load_state_dict(made[1].state_dict())
+                reference = reference or tiny_reference(configuration, build, _lower_thresholds)
+            model = build(reference[0], implementation)
+            model.load_state_dict(reference[1].state_dict())
             model.train()
         except Exception as error:  # transformers raises many types if it has none
             found += [

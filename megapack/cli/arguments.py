@@ -73,15 +73,15 @@ def number(text: str) -> int | float:
     _refuse(f"{text!r} is not a number; write -1 or 0.5")
 
 
-def share(text: str) -> float:
-    """Convert ``0.02`` or ``2/100`` to 0.02; above 0 and at most 1."""
+def share(text: str) -> Fraction:
+    """Convert ``0.02`` or ``1/50`` to 1/50; above 0 and at most 1."""
     try:
         number = Fraction(text)
     except (ValueError, ZeroDivisionError):
         number = Fraction(0)
     if not 0 < number <= 1:
-        _refuse(f"{text!r} is not a share above 0 and at most 1; write 0.02 or 2/100")
-    return float(number)
+        _refuse(f"{text!r} is not a share above 0 and at most 1; write 0.02 or 1/50")
+    return number
 
 
 def part_of(text: str) -> tuple[int, int]:
@@ -121,6 +121,10 @@ SHARED: dict[str, dict[str, Any]] = {
         "help": "print what the command would do, and write nothing",
     },
     "--json": {"action": "store_true", "help": "print the result as JSON on stdout"},
+    "--document": {
+        "metavar": "SOURCE:D",
+        "help": "show the steps that draw document D (counted from 0) of a source",
+    },
     "--no-tokens": {"action": "store_true", "help": "do not read .bin: faster, with fewer checks"},
     "--threads": {
         "type": positive,

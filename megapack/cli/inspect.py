@@ -32,6 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.text import Text
 
+from megapack import _core
 from megapack.cli.arguments import add_flags, add_shared, refuse_without
 from megapack.cli.column import describe_column
 from megapack.cli.datasets import named_files
@@ -267,6 +268,11 @@ def print_sample(
         style="bold",
     )
     console.write_line(f"cu_seqlens {cu_seqlens}")
+    if index.segment_second is not None:
+        begin, end = index.sample_segment_offsets[sample : sample + 2].tolist()
+        held = int(np.asarray(index.segment_second[begin:end]).sum())
+        room = index.parameters["second_capacity"][bucket]
+        console.write_line(f"second size {held:,} of {room:,}, {room - held:,} padding")
     first_segments: dict[int, int] = {}  # group -> its first segment
     for number, view in enumerate(segments):
         first_segments.setdefault(view.group, number)
@@ -475,23 +481,42 @@ def _describe_source(index: ShardedIndex, *, each: bool) -> dict[str, Any]:
 
 def describe_dataset(dataset: IndexedDataset) -> dict[str, Any]:
     """Return facts about a dataset as JSON values; lengths in tokens per document."""
-    lengths = dataset.document_lengths
-    quantiles = np.quantile(lengths, QUANTILES).round().astype(int) if lengths.size else []
-    counts = np.bincount(np.ceil(np.log2(np.maximum(lengths, 1))).astype(int)).tolist()
+    lengths, counts = _distinct_lengths(dataset.document_lengths)
+    ends, quantiles = np.cumsum(counts), []
+    for q in QUANTILES if len(ends) else ():
+        rank, part = divmod((int(ends[-1]) - 1) * q, 1)  # between two documents by length
+        near = lengths[np.searchsorted(ends, [rank, rank + (part > 0)], "right")]
+        quantiles.append(int(np.quantile(near, part).round()))
+    num_doublings = np.ceil(np.log2(np.maximum(lengths, 1))).astype(int)
     return {
         "prefix": str(dataset.prefix),
         "dtype": dataset.dtype.name,
         "num_sequences": len(dataset),
         "num_documents": dataset.num_documents,
-        "num_empty_documents": int((lengths == 0).sum()),
+        "num_empty_documents": int(counts[lengths == 0].sum()),
         "num_tokens": int(dataset.num_tokens),
-        "mean_length": float(lengths.mean()) if lengths.size else 0.0,
-        "length_quantiles": {f"{q:g}": int(v) for q, v in zip(QUANTILES, quantiles, strict=False)},
-        "documents_up_to_power_of_two": {str(2**k): n for k, n in enumerate(counts)},
+        "mean_length": float(lengths @ counts / ends[-1]) if len(ends) else 0.0,
+        "length_quantiles": {f"{q:g}": v for q, v in zip(QUANTILES, quantiles, strict=False)},
+        "documents_up_to_power_of_two": {
+            str(2**k): int(n) for k, n in enumerate(np.bincount(num_doublings, counts))
+        },
         "fingerprint": dataset.fingerprint,
         "columns": [describe_column(dataset.prefix, each) for each in dataset.columns.values()],
         "meta": dataset.meta,
     }
+
+
+def _distinct_lengths(lengths: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the distinct document lengths, ascending, and the number of documents of each."""
+    longest = int(lengths.max(initial=0))
+    if longest >= 1 << 24:  # their histogram would exceed the index
+        distinct, numbers = np.unique(lengths, return_counts=True)
+        return distinct.astype(np.int64), numbers
+    of_core = _core.DocumentLengths(lengths, capacity=longest + 1)
+    counts, _ = _core.length_histogram(of_core, longest + 1, 1)
+    counts[0] = len(lengths) - counts.sum()  # the core skips empty documents
+    present = np.flatnonzero(counts)
+    return present, counts[present]
 
 
 def describe_index(path: str, index: SampleIndex) -> dict[str, Any]:

@@ -22,6 +22,7 @@ examples:
       --preset paper
   megapack-build pack corpus_text_document --buckets 8192,32768 \\
       --documents rest.npy --output rest.samples
+  megapack-build pack pages --buckets 8192 --second images --second-capacity 16
   megapack-build pack 'web/*.idx' --buckets 8192 --output web.shards.json
   megapack-build pack 's3://bucket/web/*.idx' --buckets 8192 \\
       --output s3://bucket/web.shards.json
@@ -54,6 +55,7 @@ from megapack.packing import STRATEGIES, Parameter, SampleIndex, check_packing, 
 from megapack.packing.groups import groups_checksum, read_groups
 from megapack.packing.metrics import array_checksum
 from megapack.packing.sample_index import describe_source
+from megapack.packing.second import read_second, second_checksum
 from megapack.packing.shard_packing import pack_shards, plan_packing
 from megapack.packing.sharded import ShardedIndex, is_shard_manifest, load_shards
 from megapack.packing.strategies import TREE
@@ -73,18 +75,22 @@ from megapack.units import count, counted, percent
 def print_composition(index: SampleIndex) -> None:
     """Print a row per bucket, the ratios of the papers and the decisions of the strategy."""
     m = index.metrics()
-    buckets = (index.bucket_capacity.tolist(), m["samples_per_bucket"], m["tokens_per_bucket"])
+    buckets = [index.bucket_capacity.tolist(), m["samples_per_bucket"], m["tokens_per_bucket"]]
 
-    def padding(capacity: int, samples: int, tokens: int) -> str:
-        return percent((samples * capacity - tokens) / max(1, samples * capacity), 3)
+    def padding(capacity: int, samples: int, held: int) -> str:
+        return percent((samples * capacity - held) / max(1, samples * capacity), 3)
 
     columns: dict[str, Any] = {
         "bucket": lambda bucket: count(bucket[0]),
         "samples": lambda bucket: count(bucket[1]),
         "tokens": lambda bucket: count(bucket[2]),
         "of all": lambda bucket: percent(bucket[2] / max(1, m["placed_tokens"])),
-        "padding": lambda bucket: padding(*bucket),
+        "padding": lambda bucket: padding(*bucket[:3]),
     }
+    if "second_per_bucket" in m:
+        buckets += [m["second_per_bucket"], index.parameters["second_capacity"]]
+        columns["second"] = lambda bucket: count(bucket[3])
+        columns["second padding"] = lambda bucket: padding(bucket[4], bucket[1], bucket[3])
     print_table(columns, zip(*buckets, strict=True))
     bound = f"lower bound {percent(m['truncation_floor'], 3)}: longer than the largest bucket"
     facts = [
@@ -94,6 +100,9 @@ def print_composition(index: SampleIndex) -> None:
         ("dropped tokens", count(m["dropped_tokens"]), percent(m["dropped_ratio"], 3)),
         ("repeated tokens", count(m["repeated_tokens"]), percent(m["repeated_ratio"], 3)),
     ]
+    if "second_padding_ratio" in m:
+        remark = "of the second capacities"
+        facts.append(("second padding ratio", percent(m["second_padding_ratio"], 3), remark))
     if "num_groups" in m:
         longer = f"{count(m['num_groups_longer_than_largest_bucket'])} longer than the largest"
         facts += [
@@ -216,6 +225,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_shared(parser, *PACKING)
     parser.add_argument(
+        "--second",
+        metavar="COLUMN",
+        help="a second size of every document (images, frames, bytes), which buckets limit, too: "
+        "a column of integers, summed over each document, or a .npy with a number per document",
+    )
+    parser.add_argument(
+        "--second-capacity",
+        metavar="N[,N...]",
+        type=capacities,
+        help="limit of the second sizes in a sample: one number, or one per bucket",
+    )
+    parser.add_argument(
         "--preset", metavar="NAME", help="use the parameters of a paper, from the list below"
     )
     add_shared(parser, "--json")
@@ -273,7 +294,8 @@ def _describe_strategies() -> str:
     lines = ["strategies:"]
     for strategy in (*STRATEGIES.values(), TREE):
         presets = "".join(f"; --preset {preset}" for preset in strategy.presets)
-        text = f"{strategy.description} [{strategy.source}{presets}]"
+        second = "; --second" if strategy.two_capacities else ""
+        text = f"{strategy.description} [{strategy.source}{presets}{second}]"
         lines += [f"  {strategy.name}", *(f"      {line}" for line in textwrap.wrap(text, 76))]
     return "\n".join(lines)
 
@@ -284,17 +306,18 @@ def _describe_strategies() -> str:
 def run(args: argparse.Namespace) -> None:
     declared = _parameters_by_name()
     parameters = {name: value for name, value in vars(args).items() if name in declared}
-    names = ("buckets", "preset", "alignment", "fim_room", "match_repetition")
+    names = ("buckets", "second_capacity", "preset", "alignment", "fim_room", "match_repetition")
     options = {name: getattr(args, name) for name in names}
     grouped = args.groups is not None
     if args.output is not None and is_shard_manifest(args.output):
-        _pack_many(args, {"strategy": args.strategy, **options, "groups": grouped, **parameters})
+        options |= {"groups": grouped, "second": args.second}
+        _pack_many(args, {"strategy": args.strategy, **options, **parameters})
         return
     prefix = _only_prefix(args)
     method = check_packing(args.strategy, parameters=parameters, groups=grouped, **options)
     output = args.output or f"{prefix}.samples"
     files = [prefix + suffix for suffix in SUFFIXES]
-    check_not_read(output, [*files, *filter(None, (args.documents, args.groups))])
+    check_not_read(output, [*files, *filter(None, (args.documents, args.groups, args.second))])
     documents = open_index(prefix)
     chosen = None if args.documents is None else _chosen_documents(args.documents, documents)
     tokens = (
@@ -313,6 +336,9 @@ def run(args: argparse.Namespace) -> None:
     if args.groups is not None:
         group_ids = read_groups(args.groups, prefix, documents.num_documents)
         identity["groups"] = groups_checksum(group_ids)
+    second = None if args.second is None else read_second(args.second, prefix)
+    if second is not None:
+        identity["second"] = second_checksum(second)
     with local_output_file(output) as file:
         difference = partial(how_it_differs, file, **identity)
         if check_target(file, overwrite=args.overwrite, difference=difference, name=output):
@@ -329,6 +355,7 @@ def run(args: argparse.Namespace) -> None:
                     threads=args.threads,
                     progress=work,
                     groups=group_ids,
+                    second=second,
                     **tokens,
                     **options,
                     **parameters,
@@ -338,6 +365,8 @@ def run(args: argparse.Namespace) -> None:
                 source["documents"] = identity["chosen"]
             if tokens:
                 source["tokens"] = identity["tokens"]
+            if args.second is not None:
+                source["second"] = args.second
             index.save(file, source=source, overwrite=True)
         else:
             note(f"nothing to do: {output} exists already, with these documents and options")
@@ -381,6 +410,11 @@ def _pack_many(args: argparse.Namespace, options: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"--groups {args.groups} works with one dataset only; for many give --groups auto, "
             "which reads the PREFIX.groups of each"
+        )
+    if args.second is not None and args.second.endswith(".npy"):
+        raise ConfigError(
+            f"--second {args.second} works with one dataset only; for many give the name of a "
+            "column that each of them has"
         )
     prefixes = documents_of(dataset_prefixes(args.prefixes))
     plan = plan_packing(

@@ -35,7 +35,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -219,19 +219,19 @@ def _simulate(
 def _plan_trees(
     tokens: NDArray[Any], documents: Lengths, cluster: Cluster, max_tokens: int, linear: float
 ) -> TreePlan:
-    at_end = cluster.barrier == "step"
+    balance: Literal["micro_batches", "step", "pipeline"] = "micro_batches"
+    if cluster.pipeline_parallel > 1:
+        balance = "pipeline"
+    elif cluster.barrier == "step":
+        balance = "step"
     return plan_trees(
         tokens,
         offsets=np.append(0, np.cumsum(documents)),
         num_ranks=cluster.num_ranks,
         max_tokens_per_rank=max_tokens,
         linear_cost_tokens=linear,
-        balance="pipeline"
-        if cluster.pipeline_parallel > 1
-        else "step"
-        if at_end
-        else "micro_batches",
-        micro_batch_multiple=cluster.pipeline_parallel if cluster.virtual_stages > 1 else 1,
+        balance=balance,
+        micro_batch_multiple=cluster.micro_batch_multiple,
     )
 
 

@@ -7,7 +7,7 @@ a step follows from it and from the .samples files, so every step is computed di
 them. For fill-in-the-middle it shows which documents are reordered, how (PSM, SPM) and where they
 are cut.
 --document SOURCE:D shows the steps that draw document D of a source.
---excluded shows for each list of excluded documents how often its documents were drawn before the
+--exclusions shows for each list of excluded documents how often its documents were drawn before the
 list took effect, and how often their samples are drawn after it (the documents are masked there).
 --skipped shows the documents that stages skip, and the decisions of the run itself (autopilot,
 mixing); with --tokenizer their text.
@@ -19,7 +19,7 @@ examples:
   megapack-build trace run/config.yaml --step 1200 --tokenizer tokenizer.json
   megapack-build trace run/config.yaml --step 1200 --ranks 64 --rank 3
   megapack-build trace run/config.yaml --document code:81723 --max-step 20000
-  megapack-build trace run/config.yaml --excluded --max-step 20000
+  megapack-build trace run/config.yaml --exclusions --max-step 20000
   megapack-build trace run/config.yaml --skipped --tokenizer tokenizer.json
   megapack-build trace run/config.yaml --unseen web --max-step 12000 --output rest.npy
   megapack-build trace run/config.yaml --max-step 20000
@@ -55,12 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_shared(parser, "--set")
     question = parser.add_mutually_exclusive_group()
     question.add_argument("--step", type=int, metavar="N", help="show the documents of step N")
-    question.add_argument(
-        "--document",
-        metavar="SOURCE:D",
-        help="show the steps that draw document D (counted from 0) of a source",
-    )
-    add_flags(question, excluded="show the effect of lists of excluded documents")
+    add_shared(question, "--document")
+    add_flags(question, exclusions="show the effect of lists of excluded documents")
     question.add_argument(
         "--unseen",
         metavar="SOURCE",
@@ -116,10 +112,11 @@ def run(args: argparse.Namespace) -> None:
     elif args.skipped:
         _answer_skipped(args, config, opened)
     elif args.document is not None:
-        _answer_document(args, opened.schedule, max_step)
+        facts = document_facts(args.document, opened.schedule, max_step)
+        print_result(args, facts, lambda: print_document(facts))
     elif args.unseen is not None:
         _answer_unseen(args, opened.schedule, max_step)
-    elif args.excluded:
+    elif args.exclusions:
         _answer_excluded(args, opened.schedule, max_step)
     else:
         _answer_steps(args, opened.schedule, max_step)
@@ -365,21 +362,22 @@ def _written_skips(run: OpenRun, decided: Collection[int]) -> list[dict[str, Any
 MOST_DRAWS = 100_000  # draws of a document that are listed: seconds, and megabytes of numbers
 
 
-def _answer_document(args: argparse.Namespace, schedule: Schedule, max_step: int) -> None:
+def document_facts(name: str, schedule: Schedule, max_step: int) -> dict[str, Any]:
+    """Return the samples with a piece of document ``SOURCE:D``, and the steps that draw them."""
     from megapack.data.report import times_drawn  # noqa: PLC0415
 
     samples = schedule.samples
-    source, document = _parse_document(args.document, samples.names)
+    source, document = _parse_document(name, samples.names)
     masked_from = schedule.masked_from(source, document)
     end = max_step if masked_from is None else min(max_step, masked_from)
     holding = samples.samples_of(source, document)
     times = times_drawn(schedule.stage_at(end), source, np.array(holding, np.int64), end).sum()
     if times > MOST_DRAWS:
         raise ConfigError(
-            f"--document {args.document}: its samples are drawn {times:,} times in {end:,} steps, "
+            f"--document {name}: its samples are drawn {times:,} times in {end:,} steps, "
             f"and at most {MOST_DRAWS:,} are listed: consider fewer steps with --max-step"
         )
-    facts: dict[str, Any] = {
+    return {
         "source": samples.names[source],
         "document": document,
         "max_step": max_step,
@@ -394,21 +392,21 @@ def _answer_document(args: argparse.Namespace, schedule: Schedule, max_step: int
         ],
     }
 
-    def show() -> None:
-        console = Screen()
-        masked = "" if masked_from is None else f"; masked from step {masked_from:,} on"
-        console.write_line(
-            f"document {document:,} of {facts['source']} in the first {max_step:,} steps{masked}",
-            style="bold",
-        )
-        if not facts["samples"]:
-            console.write_line("no sample holds it: it is empty, or packing left it out")
-        for sample in facts["samples"]:  # not a table: it would cut long lines
-            tokens = " ".join(_range(*segment) for segment in sample["segments"])
-            steps = " ".join(f"{step:,}" for step in sample["steps"]) or "none"
-            console.write_line(f"sample {sample['sample']:,}, tokens {tokens}: steps {steps}")
 
-    print_result(args, facts, show)
+def print_document(facts: dict[str, Any]) -> None:
+    console, masked_from = Screen(), facts["masked_from"]
+    masked = "" if masked_from is None else f"; masked from step {masked_from:,} on"
+    console.write_line(
+        f"document {facts['document']:,} of {facts['source']} in the first "
+        f"{facts['max_step']:,} steps{masked}",
+        style="bold",
+    )
+    if not facts["samples"]:
+        console.write_line("no sample holds it: it is empty, or packing left it out")
+    for sample in facts["samples"]:  # not a table: it would cut long lines
+        tokens = " ".join(_range(*segment) for segment in sample["segments"])
+        steps = " ".join(f"{step:,}" for step in sample["steps"]) or "none"
+        console.write_line(f"sample {sample['sample']:,}, tokens {tokens}: steps {steps}")
 
 
 def _parse_document(text: str, names: list[str]) -> tuple[int, int]:
@@ -424,7 +422,7 @@ def _parse_document(text: str, names: list[str]) -> tuple[int, int]:
     return names.index(name), int(number)
 
 
-# ---- --excluded: what do the lists of excluded documents mask? -----------------------------------
+# ---- --exclusions: what do the lists of excluded documents mask? ---------------------------------
 
 _EXCLUSION_COLUMNS: dict[str, Any] = {
     "source": lambda row: row.source,

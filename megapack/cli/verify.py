@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     findings |= {name: verify_samples(name, tokens=not args.no_tokens) for name in names}
     named = {*findings, *manifests}
     for manifest in manifests:
-        shards, findings[manifest] = _verify_source(manifest, tokens=not args.no_tokens)
+        shards, findings[manifest] = verify_source(manifest, tokens=not args.no_tokens)
         findings |= shards
     datasets = [name for name in findings if not name.endswith((".samples", SUFFIX))]
     for prefix, duplicate in find_duplicates(datasets).items():
@@ -78,9 +78,7 @@ def run(args: argparse.Namespace) -> int:
     return int(any(map(has_errors, findings.values())))
 
 
-def _verify_source(
-    manifest: str, *, tokens: bool
-) -> tuple[dict[str, list[Finding]], list[Finding]]:
+def verify_source(manifest: str, *, tokens: bool) -> tuple[dict[str, list[Finding]], list[Finding]]:
     """Return the findings about the files of all shards, and those about the manifest."""
     try:
         index = load_shards(manifest)

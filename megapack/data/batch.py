@@ -134,10 +134,6 @@ class BatchLayout:
     def __post_init__(self) -> None:
         names = ("micro_batch_tokens", "row_tokens", "num_cu_seqlens")
         whole_numbers("layout", self, *names, above=0)
-        if self.kind not in ("stream", "rows"):
-            raise ConfigError(f"layout is {self.kind!r}; it must be 'stream' or 'rows'")
-        if self.cu_seqlens not in ("exact", "padded"):
-            raise ConfigError(f"cu_seqlens is {self.cu_seqlens!r}; choose 'exact' or 'padded'")
         if self.row_tokens is not None and self.micro_batch_tokens % self.row_tokens:
             raise ConfigError(
                 f"row_tokens {self.row_tokens} does not divide micro_batch_tokens "
@@ -246,7 +242,7 @@ def cut_bounds(bounds: Bounds, window: int, *, num_rows: int = 1, entries: int =
     lengths, padded_lengths = lengths[padded_lengths > 0], padded_lengths[padded_lengths > 0]
     counts = np.maximum(1, -(-lengths // window))
     segment = np.repeat(np.arange(len(counts)), counts)
-    piece = _within_groups(counts)
+    piece = within_groups(counts)
     begin = piece * window
     # The last piece of a segment includes the segment's padding.
     is_last = piece == counts[segment] - 1
@@ -260,7 +256,7 @@ def cut_bounds(bounds: Bounds, window: int, *, num_rows: int = 1, entries: int =
         )
     steps = np.zeros((2, num_rows, entries or most), np.int64)
     pieces = np.minimum(lengths[segment] - begin, window)
-    steps[:, row[segment], _within_groups(per_list) + 1] = pieces, padded_piece
+    steps[:, row[segment], within_groups(per_list) + 1] = pieces, padded_piece
     cut, padded = np.cumsum(steps, axis=2).astype(np.int32).reshape(2, -1)
     return Bounds(
         cu_seqlens=cut,
@@ -285,7 +281,7 @@ def tree_entries(bounds: Bounds) -> Batch:
     }
 
 
-def _within_groups(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+def within_groups(counts: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return 0 .. count - 1 for every group, concatenated."""
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
 

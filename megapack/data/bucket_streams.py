@@ -242,8 +242,13 @@ class BucketStream:
         )
         return {i: move for i, move in of_sources if move is not None}
 
-    def _range(self, begin: int, end: int) -> _Range:
+    def _range(self, begin: int, end: int, only: int | None = None) -> _Range:
+        """Return a range of the stream, or its samples of source ``only``."""
         which, first, count, positions = self.blend.range(begin, end)
+        if only is not None:
+            is_chosen = which == only
+            positions = positions[np.repeat(is_chosen, count)]
+            which, first, count = which[is_chosen], first[is_chosen], count[is_chosen]
         cursors = self.starts[which] + first
         local = _core.permute_epochs(
             self._keys[which], self.sizes[which], cursors, count, self._shuffled
@@ -263,9 +268,18 @@ class BucketStream:
         cached = self._recent.get(number)
         if cached is not None:
             return cached
+        window = self._sorted_window(number)
+        self._recent[number] = result = (window, window.by_position())
+        while len(self._recent) > _CACHED_WINDOWS:
+            with suppress(KeyError):  # another thread may have emptied it
+                self._recent.popitem(last=False)
+        return result
+
+    def _sorted_window(self, number: int, only: int | None = None) -> _Range:
+        """Return the range of a window with its samples sorted; ``only``: of one source."""
         assert self._windows is not None
         size, num_draws = self._windows.size, self._windows.num_draws
-        window = self._range(number * size, (number + 1) * size)
+        window = self._range(number * size, (number + 1) * size, only)
         ranks = _core.permute_range(fold_key(self._windows.key, number), num_draws, 0, num_draws)
         ranks = ranks.astype(np.min_scalar_type(num_draws))  # small integers sort faster
         group = _epochs_of_runs(window, self.sizes)
@@ -273,24 +287,17 @@ class BucketStream:
         by_rank = _sort_in_groups(ranks[window.positions // self._windows.samples_per_draw], group)
         by_cost = _sort_in_groups(self._windows.cost(window.samples), group)
         moved[by_rank] = window.samples[by_cost]
-        window = window._replace(samples=moved)
-        self._recent[number] = result = (window, window.by_position())
-        while len(self._recent) > _CACHED_WINDOWS:
-            with suppress(KeyError):  # another thread may have emptied it
-                self._recent.popitem(last=False)
-        return result
+        return window._replace(samples=moved)
 
     def _in_window(self, i: int, number: int) -> Epochs:
         """Return the order of source ``i`` with the moves of a window."""
         source, window, order = self._last_moved  # one read: other threads may replace it
         if (source, window) == (i, number):
             return order
-        which, begins, counts, _, samples = self._window(number)[0]
-        order = self._epochs(i)
-        for run in np.flatnonzero(which == i).tolist():  # at most one
-            end = int(counts[: run + 1].sum())
-            local = samples[end - int(counts[run]) : end] - int(self.first_sample[i])
-            order = order.moved(int(begins[run]), local)
+        order, moved = self._epochs(i), self._sorted_window(number, only=i)
+        if len(moved.which):
+            local = moved.samples - self.first_sample[i]
+            order = order.moved(int(moved.begins[0]), local)
         self._last_moved = (i, number, order)
         return order
 

@@ -15,13 +15,13 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megapack import _core
-from megapack.calls import checked_call, given
+from megapack.calls import checked_call, without_none
 from megapack.data.batch import (
     Batch,
     BatchLayout,
@@ -56,7 +56,7 @@ from megapack.errors import ArgumentError, ConfigError, FormatError
 from megapack.packing.sharded import SourceIndex
 from megapack.storage import IndexedDataset
 from megapack.storage.columns import INTERPRETED, LABELS, WEIGHTS
-from megapack.units import checked_integer
+from megapack.units import checked_integer, counted
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -168,7 +168,7 @@ class PackedDataset(_Dataset):
         fim_rates: Sequence[float | None] | None = None,
         columns: Sequence[str] | Mapping[str, str] | None = None,
     ) -> None:
-        settings = given(locals(), (field.name for field in fields(Mixture)))
+        settings = without_none(locals(), (field.name for field in fields(Mixture)))
         if attention == "group" and positions == "document":
             raise ConfigError(
                 "positions: document restarts positions inside a group, attention: group continues "
@@ -177,8 +177,6 @@ class PackedDataset(_Dataset):
         checked_integer("pad_token", pad_token, -(1 << 63), (1 << 63) - 1)
         checked_integer("alignment", alignment, 1, (1 << 31) - 1)
         checked_integer("num_mtp_targets", num_mtp_targets, 0, 64)
-        if framework not in get_args(Framework):
-            raise ConfigError(f"framework is {framework!r}; it must be 'torch' or 'numpy'")
         in_groups = attention == "group" and label_boundary == "document"
         self._options: dict[str, Any] = {
             "positions": positions,
@@ -283,7 +281,7 @@ class PackedDataset(_Dataset):
 
     def __repr__(self) -> str:
         names = textwrap.shorten(", ".join(source.prefix for source in self.datasets), 80)
-        return f"PackedDataset({len(self):,} samples of {names})"
+        return f"PackedDataset({counted(len(self), 'sample')} of {names})"
 
     def __getitem__(self, i: int) -> Batch:
         """Return one sample, ``micro_batch`` without the dimension of rows: tokens, labels,
@@ -606,6 +604,7 @@ def open_blend(
     pad_token: int = 0,
     alignment: int = 1,
     num_mtp_targets: int = 0,
+    framework: Framework = "torch",
     decided: Sequence[Stage] = (),
     loss: Loss | None = None,
 ) -> PackedDataset:
@@ -639,6 +638,7 @@ def open_blend(
         pad_token=pad_token,
         alignment=alignment,
         num_mtp_targets=num_mtp_targets,
+        framework=framework,
         decided=decided,
         loss=loss,
     )

@@ -5,6 +5,8 @@
     micro batches -> prefetch_remote -> prefetch_local -> gather -> ThreadPrefetcher -> to_device
     of the sampler   object stores      disks                       a thread            (tensors.py)
 
+- ``LoaderState``: saves and resumes a loop over batches.
+
 The gather releases the GIL, so one thread keeps up with any trainer; worker processes would copy
 every batch between processes. To use them anyway, pass PackedDataset and BucketBatchSampler to
 torch's DataLoader.
@@ -19,7 +21,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -32,6 +34,7 @@ from megapack.data.batch import Batch, BatchLayout, MicroBatch, cut_slice, wrapp
 from megapack.data.dataset import PackedDataset
 from megapack.data.documents import RemoteReads
 from megapack.data.report import plan_run
+from megapack.data.resume import check_record, content_digests, refuse_damage
 from megapack.data.sampler import BucketBatchSampler
 from megapack.data.schedule import Schedule
 from megapack.errors import ConfigError, IndexMismatchError
@@ -181,7 +184,7 @@ log = logging.getLogger(__name__)
 
 # Arguments of torch's DataLoader.
 _INSTEAD = {
-    "num_workers": "one thread prepares batches, and prefetch is the number of them: leave it out",
+    "num_workers": "one thread prepares `prefetch` batches in advance: leave it out",
     "shuffle": "order and seed belong to Schedule, which shuffles by default: leave it out",
 }
 
@@ -352,10 +355,6 @@ class PackedLoader:
     def __repr__(self) -> str:
         return f"PackedLoader({self.sampler!r}, on {self.device or 'the CPU'})"
 
-    def state_dict(self, step: int) -> dict[str, Any]:
-        """Return the state for a checkpoint before ``step``; prefetched batches do not matter."""
-        return self.schedule.state_dict(step)
-
     def __iter__(self) -> Iterator[Batch]:
         batches = self._from_thread() if self.prefetch else self._gathered()
         if self.check_ranks_every:
@@ -408,3 +407,29 @@ class PackedLoader:
             about |= {name: wrap(about[name]) for name in ("sample_ids", "source")}
             yield {**batch, **about, "row_tokens": row_tokens}
             next(indices, None)
+
+
+class LoaderState:
+    """State of a loader: a step, the order of samples, and digests of the bytes of the data."""
+
+    def __init__(self, schedule: Schedule, dataset: PackedDataset) -> None:
+        self._schedule, self._dataset = schedule, dataset
+
+    @cached_property
+    def _content(self) -> dict[str, Any]:
+        return {"data.content": content_digests(self._dataset)}
+
+    def save(self, step: int) -> dict[str, Any]:
+        """Return the state before ``step``; JSON."""
+        return {**self._schedule.state_dict(step), **self._content}
+
+    def resume_step(self, state: Mapping[str, Any]) -> int:
+        """Return the step to continue with; log changes of later steps. Raises ResumeError if
+        earlier steps or the bytes of the data differ, or if the state is damaged."""
+        with refuse_damage("the saved state of the data"):
+            changes = self._schedule.check_state(state)
+            saved = {key: state[key] for key in self._content}
+            check_record(self._content, saved, option=None)
+        for change in changes:
+            log.warning("the run has changed: %s", change)
+        return int(state["step"])

@@ -14,6 +14,8 @@ from html import escape
 from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
+
 _MOST_BARS = 32
 _COLORS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#9d755d")  # of neighboring documents
 
@@ -34,7 +36,7 @@ class Sample(dict[str, Any]):
         lengths = [end - begin for begin, end in pairwise(ends)]
         is_document = (self["dataset_ids"] >= 0).tolist()
         pieces = [n for n, used in zip(lengths, is_document, strict=False) if used and n > 0]
-        labels = float((self["loss_mask"] != 0).float().mean())
+        labels = float((np.asarray(self["loss_mask"]) != 0).mean())
         title = f"{len(pieces):,} documents; {labels:.1%} of the positions have a label"
         return picture(title, [Bar("sample", len(self["tokens"]), pieces)], 1)
 

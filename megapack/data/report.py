@@ -15,8 +15,9 @@ The cost of a query depends on the number of its samples, not on the number of s
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
@@ -28,6 +29,7 @@ from megapack.data.schedule import Schedule, StageDraws
 from megapack.data.sources import segments_of
 from megapack.data.steps import StepView
 from megapack.errors import ConfigError
+from megapack.units import counted
 
 Ids = NDArray[np.int64]
 
@@ -115,32 +117,56 @@ def plan_exclusions(schedule: Schedule, num_steps: int) -> list[ExclusionPlan]:
 
 
 def _plan_exclusion(schedule: Schedule, source: int, number: int, num_steps: int) -> ExclusionPlan:
-    samples, exclusions = schedule.samples, schedule.samples.exclusions
+    exclusions = schedule.samples.exclusions
     documents = exclusions.documents[source][exclusions.first_lists[source] == number]
     from_step = schedule.masked_from(source, int(documents[0]))
     assert from_step is not None
-    holders = np.array(samples.samples_of(source, documents), np.int64)
     before = since = shown = 0
     last_seen = None
-    for stage, end in schedule.spans(num_steps):
-        at_end, at_begin = (times_drawn(stage, source, holders, i) for i in (end, stage.begin))
-        drawn = at_end - at_begin
-        if stage.begin >= from_step:
-            since += int(drawn.sum())
-            shown += int(drawn[_shows(schedule, source, holders, documents, stage.view)].sum())
-        elif drawn.any():
-            before += int(drawn.sum())
-            last_seen = last_step(stage, source, holders[drawn > 0], end)
+    num_samples, draws = draws_of(schedule, source, documents, num_steps)
+    for begin, drawn, showing, last in draws:
+        if begin >= from_step:
+            since += drawn
+            shown += showing
+        elif drawn:
+            before += drawn
+            last_seen = last()
     return ExclusionPlan(
-        source=samples.names[source],
+        source=schedule.samples.names[source],
         from_step=from_step,
         num_documents=len(documents),
-        num_samples=len(holders),
+        num_samples=num_samples,
         draws_before=before,
         last_seen=last_seen,
         draws_since=since,
         shown_since=shown,
     )
+
+
+class StageDrawsOf(NamedTuple):
+    """Draws, in one stage, of samples with a piece of some documents."""
+
+    begin: int  # first step of the stage
+    drawn: int
+    showing: int  # those in which no list masks all of the documents
+    last: Callable[[], int]  # -> step of the last draw that shows one, if there is one
+
+
+def draws_of(
+    schedule: Schedule, source: int, documents: Ids, num_steps: int
+) -> tuple[int, list[StageDrawsOf]]:
+    """Return the number of samples with a piece of some documents (ascending) of a source, and
+    their draws in every stage of the first ``num_steps`` steps."""
+    holders = np.array(schedule.samples.samples_of(source, documents), np.int64)
+    result = []
+    for stage, end in schedule.spans(num_steps):
+        at_end, at_begin = (times_drawn(stage, source, holders, i) for i in (end, stage.begin))
+        drawn = at_end - at_begin
+        shows = _shows(schedule, source, holders, documents, stage.view)
+        shown = holders[shows & (drawn > 0)]
+        last = partial(last_step, stage, source, shown, end)
+        result.append(StageDrawsOf(stage.begin, int(drawn.sum()), int(drawn[shows].sum()), last))
+    return len(holders), result
 
 
 def _shows(
@@ -196,7 +222,7 @@ class StagePlan:
         rows = [self.fim_rates] if self.fim_rates else []
         rows += [
             f"{self.end - self.begin:,} steps of {self.tokens_per_step:,} tokens "
-            f"(one epoch: {self.steps_per_epoch:,} steps)",
+            f"(one epoch: {counted(self.steps_per_epoch, 'step')})",
             f"{'bucket':>8} {'samples':>14} {'per draw':>9} {'draws':>12} {'tokens':>8}",
         ]
         rows += [

@@ -128,6 +128,7 @@ class DataConfig(StepConfig):
             problem,
             [self],
             num_ranks=num_ranks,
+            sequence_parallel_size=sequence_parallel_size,
             tokens=self.micro_batch_tokens,
             pad_last=self.pad_last,
         )
@@ -311,6 +312,8 @@ class OpenRun(PlannedRun):
             remedy = "give the full path with --set"
             if section.prefix and not IndexedDataset.exists(section.prefix):
                 remedy = "name your data, --set data.prefix=PREFIX --set data.index=PREFIX.samples"
+            elif section.prefix and Path(f"{section.prefix}.samples").exists():
+                remedy = f"add --set data.index={section.prefix}.samples"
             raise FileNotFoundError(
                 f"there is no {name} (data.{'blend' if section.blend else 'index'}); relative "
                 f"paths begin at the current directory, {Path.cwd()}: change the directory, or "

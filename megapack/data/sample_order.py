@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from megapack import _core
 from megapack.calls import checked_call
-from megapack.errors import ConfigError, FormatError
+from megapack.errors import FormatError
 from megapack.packing import SampleIndex
 from megapack.packing.sharded import Arranged, SourceIndex
 from megapack.storage.tokens import open_npy
@@ -117,10 +117,6 @@ class Scores:
 
     path: str
     order: Literal["ascending", "descending"] = "ascending"
-
-    def __post_init__(self) -> None:
-        if self.order not in ("ascending", "descending"):
-            raise ConfigError(f"score_order is {self.order!r}; choose 'ascending' or 'descending'")
 
     def read(self, num_documents: int) -> NDArray[np.float64]:
         """Return (num_documents,) scores. Raises FormatError or OSError, which name the file, if it
@@ -284,9 +280,9 @@ class Epochs(NamedTuple):
     def moved(self, begin: int, samples: Ids) -> Epochs:
         """Return the order in which cursors from ``begin`` on take these samples. An earlier move
         is kept, unless it ends before ``begin``."""
-        low, end = begin, begin + len(samples)
-        if self.move is not None and begin < self.move.end:
-            low, end = min(begin, self.move.begin), max(end, self.move.end)
+        if self.move is None or begin >= self.move.end:
+            return self._replace(move=Move(begin, samples))
+        low, end = min(begin, self.move.begin), max(begin + len(samples), self.move.end)
         joined = self.samples(low, end - low)
         joined[begin - low : begin - low + len(samples)] = samples
         return self._replace(move=Move(low, joined))

@@ -40,6 +40,7 @@ from megapack.calls import checked_call
 from megapack.config import check_range
 from megapack.data.batch import Imbalance, MicroBatch
 from megapack.data.report import check_epochs
+from megapack.data.resume import refuse_damage
 from megapack.data.schedule import Draw, Schedule, StageDraws, Step
 from megapack.data.sources import SampleSource
 from megapack.data.steps import check_group, check_micro_batches, ranks_per_micro_batch
@@ -214,6 +215,7 @@ class BucketBatchSampler(Iterable[MicroBatch]):
             self._problem,
             [stage.config for stage in schedule.stages],
             num_ranks=data_parallel_size,
+            sequence_parallel_size=sequence_parallel_size,
             tokens=micro_batch_tokens,
             pad_last=pad_last,
         )
@@ -235,8 +237,6 @@ class BucketBatchSampler(Iterable[MicroBatch]):
 
     def _problem(self, num_ranks: int, tokens: int, pad_last: bool) -> str | None:
         """Return why ranks cannot share the draws of a stage, or None."""
-        if num_ranks % self.sequence_parallel_size:
-            return f"groups of {self.sequence_parallel_size} do not divide {num_ranks} ranks"
         for stage in self.schedule.stages:
             problem = stage.config.micro_batch_problem(num_ranks, tokens, pad_last)
             if problem or (problem := self._unfit(stage, tokens)):
@@ -453,13 +453,15 @@ class MicroBatchIterator(Iterator[MicroBatch]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at a state. Raises ResumeError for another order of samples; or, within a step,
         for another number of ranks or size of micro batches (between steps they may change)."""
-        has_begun = state["micro_step"] > 0  # then the samples of the step must not change
-        self._sampler.schedule.check_state({**state, "step": int(state["step"]) + has_begun})
-        if state["micro_step"] and state["launch"] != self._sampler.launch:
+        with refuse_damage("the saved state of the sampler"):
+            step, micro_step, launch = int(state["step"]), int(state["micro_step"]), state["launch"]
+            has_begun = micro_step > 0  # then the samples of the step must not change
+            self._sampler.schedule.check_state({**state, "step": step + has_begun})
+        if has_begun and launch != self._sampler.launch:
             raise ResumeError(
-                f"the state was saved at micro step {state['micro_step']} of a step assigned with "
-                f"{state['launch']}, and this run has {self._sampler.launch}: restore the former "
+                f"the state was saved at micro step {micro_step} of a step assigned with "
+                f"{launch}, and this run has {self._sampler.launch}: restore the former "
                 "values, or change them at a state saved between steps"
             )
-        self._step, self._micro_step = int(state["step"]), int(state["micro_step"])
+        self._step, self._micro_step = step, micro_step
         self._content = []

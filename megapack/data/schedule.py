@@ -28,6 +28,7 @@ import copy
 import dataclasses
 import logging
 import os
+import zlib
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -39,7 +40,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from megapack.calls import checked_call, given
+from megapack.calls import checked_call, without_none
 from megapack.data import resume
 from megapack.data.blend import Mixture, Stage
 from megapack.data.bucket_streams import (
@@ -58,6 +59,7 @@ from megapack.data.stage_settings import Program, StageSettings, spans, tokens_b
 from megapack.data.steps import DrawOrder, ScheduleConfig, StepView, fold_key, order_named
 from megapack.errors import ArgumentError, ConfigError
 from megapack.packing.sharded import SourceIndex, is_shard_manifest
+from megapack.units import counted
 
 Ids = NDArray[np.int64]
 log = logging.getLogger(__name__)
@@ -108,6 +110,11 @@ class Step:
     def sample_ids(self) -> Ids:
         """Sample ids of all draws, int64."""
         return np.concatenate([draw.sample_ids for draw in self.draws])
+
+    @property
+    def checksum(self) -> str:
+        """CRC-32 of ``sample_ids``, 8 hexadecimal digits; ``log.jsonl`` records it."""
+        return f"{zlib.crc32(np.ascontiguousarray(self.sample_ids, np.int64).tobytes()):08x}"
 
     @cached_property
     def view(self) -> StepView:
@@ -208,10 +215,10 @@ class StageDraws:
             # Warn once for all pieces of a ramp.
             if stream.num_samples < count and not (finite or settings.ramping):
                 log.warning(
-                    "bucket %d has %d samples and a draw needs %d: every draw repeats samples. "
+                    "bucket %d has %s and a draw needs %d: every draw repeats samples. "
                     "Make steps smaller (tokens_per_step; elsewhere rows_per_block or the global "
                     "batch size), or pack without this bucket",
-                    *(stream.capacity, stream.num_samples, count),
+                    *(stream.capacity, counted(stream.num_samples, "sample"), count),
                 )
 
     def __str__(self) -> str:
@@ -447,7 +454,9 @@ class Schedule:
         row_tokens: int | None = None,
         cost_window: int | None = None,
     ) -> None:
-        fields = given(locals(), (field.name for field in dataclasses.fields(ScheduleConfig)))
+        fields = without_none(
+            locals(), (field.name for field in dataclasses.fields(ScheduleConfig))
+        )
         if config is not None and fields:
             raise ConfigError(
                 f"{', '.join(fields)} are given next to config, which contains them: give one of "
@@ -494,7 +503,7 @@ class Schedule:
         buckets = f"{self.capacities[0]:,} to {self.capacities[-1]:,}"
         return (
             f"Schedule({self.config.tokens_per_step:,} tokens per step of buckets {buckets}, "
-            f"{self.num_steps():,} steps per epoch)"
+            f"{counted(self.num_steps(), 'step')} per epoch)"
         )
 
     # --- counting -------------------------------------------------------------------------------

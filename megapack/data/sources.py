@@ -119,11 +119,11 @@ class Shards:
         for number in np.unique(holder).tolist():
             shard = shards[number]
             index = self.index(shard)
-            is_listed = np.zeros(index.num_documents, np.bool_)
-            is_listed[documents[holder == number] - self.first_documents[shard]] = True
-            segments = np.flatnonzero(is_listed[index.segment_document])
+            wanted = documents[holder == number] - self.first_documents[shard]
+            segments = _places_of(wanted, index.segment_document, index.num_documents)
             if index.end_document is not None and index.segment_end_offsets is not None:
-                ends = np.flatnonzero(is_listed[index.end_document])  # each is in one sample
+                # Each document ends in one sample.
+                ends = _places_of(wanted, index.end_document, index.num_documents)
                 segments = np.searchsorted(index.segment_end_offsets, ends, side="right") - 1
             local = np.searchsorted(index.sample_segment_offsets, segments, side="right") - 1
             ids.append(self.ids(shard)[np.unique(local)])
@@ -524,6 +524,15 @@ class SampleSource:
             first = np.flatnonzero(~joined | (np.diff(owner, prepend=-1) != 0))
             return segments[first], owner[first], np.add.reduceat(lengths, first)
         return segments, owner, lengths
+
+
+def _places_of(documents: Ids, numbers: Any, num_documents: int) -> Ids:
+    """Return the positions of some documents in ``numbers``."""
+    if len(documents) == 1:  # ten times as fast as a table
+        return np.flatnonzero(numbers == int(documents[0]))
+    is_listed = np.zeros(num_documents, np.bool_)
+    is_listed[documents] = True
+    return np.flatnonzero(is_listed[numbers])
 
 
 def check_has_groups(indices: Sequence[SourceIndex]) -> None:

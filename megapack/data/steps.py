@@ -251,6 +251,7 @@ def check_micro_batches(
     configs: Sequence[StepConfig],
     *,
     num_ranks: int,
+    sequence_parallel_size: int,
     tokens: int,
     pad_last: bool,
 ) -> None:
@@ -259,15 +260,16 @@ def check_micro_batches(
     Args:
         problem: (ranks, micro_batch_tokens, pad_last) -> why they do not fit, or None.
         configs: those of all stages.
-        num_ranks: data-parallel size.
+        num_ranks: data-parallel size, a multiple of ``sequence_parallel_size``.
         tokens: tokens of a micro batch, one forward pass of one rank.
         pad_last: True if some ranks may get an empty micro batch.
     """
-    found = problem(num_ranks, tokens, pad_last)
-    if found is None:
+    misfit = problem(num_ranks, tokens, pad_last)
+    if misfit is None:
         return
     config, draw_tokens = configs[0], configs[0].draw_tokens
-    sizes, fewer = _divisors(draw_tokens, tokens), range(num_ranks - 1, 0, -1)
+    sizes, group = _divisors(draw_tokens, tokens), sequence_parallel_size
+    fewer = range(num_ranks - group, 0, -group)
     fitting = [f"micro_batch_tokens to {n}" for n in sizes if not problem(num_ranks, n, pad_last)]
     ranks_that_fit = (n for n in fewer if not problem(n, tokens, pad_last))
     remedies = fitting[:1] + [f"the number of ranks to {n}" for n in islice(ranks_that_fit, 1)]
@@ -285,9 +287,9 @@ def check_micro_batches(
         )
     if not remedies:
         pairs = ((n, size) for n in fewer for size in sizes if not problem(n, size, pad_last))
-        ranks, size = next(pairs, (1, draw_tokens))
+        ranks, size = next(pairs, (group, draw_tokens))
         remedies = [f"the number of ranks to {ranks} and micro_batch_tokens to {size}"]
-    raise ConfigError(f"{found}; set {', or '.join(remedies)}")
+    raise ConfigError(f"{misfit}; set {', or '.join(remedies)}")
 
 
 @checked_call

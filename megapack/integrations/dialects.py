@@ -19,19 +19,20 @@ of two documents; the first is cut, and its next token is 7:
     segmentation  1  1   2  2         MaxText, grain: of the tokens, 0 in padding
                   1  1   2  0         and of the labels: 0 is their mask
 
-Batches of numpy arrays give numpy arrays, and torch is not imported for them.
+Batches of numpy arrays give numpy arrays, and torch is not imported for them. Tensors on a device
+are converted on the CPU and copied back, which waits for the device: convert first, then copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megapack.data.batch import MTP_TARGETS, Framework, column_names, wrapper
+from megapack.data.batch import MTP_TARGETS, column_names, within_groups, wrapper
 from megapack.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -207,11 +208,23 @@ def loss_terms(batch: Mapping[str, Any], dialect: Dialect) -> LossTerms:
     """Return the losses of a batch that the dialect can represent. A host that shifts text predicts
     the next token of the row, so a different label (the next token of a document that is cut there)
     is dropped. One that shifts rows of R tokens loses the label of the last position."""
-    return LossTerms(*map(wrapper(_framework(batch)), _loss_terms(batch, dialect)))
+    on_cpu, wrap = _on_cpu(batch)
+    return LossTerms(*map(wrap, _loss_terms(on_cpu, dialect)))
 
 
-def _framework(batch: Mapping[str, Any]) -> Framework:
-    return "numpy" if isinstance(batch["tokens"], np.ndarray) else "torch"
+_READ = ("tokens", "labels", "loss_mask", "position_ids", "dataset_ids")
+_READ += ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
+
+
+def _on_cpu(batch: Mapping[str, Any]) -> tuple[dict[str, Any], Callable[[NDArray[Any]], Any]]:
+    """Return what dialects read of a batch, with tensors on the CPU, and the function that turns
+    arrays into those of the batch: arrays, or tensors on its device."""
+    read = {name: batch[name] for name in _READ if name in batch}
+    if isinstance(batch["tokens"], np.ndarray):
+        return read, wrapper("numpy")
+    wrap, device = wrapper("torch"), batch["tokens"].device
+    on_cpu = {name: value.cpu() if hasattr(value, "cpu") else value for name, value in read.items()}
+    return on_cpu, lambda array: wrap(array).to(device)
 
 
 def _loss_terms(batch: Mapping[str, Any], dialect: Dialect) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -252,11 +265,13 @@ def check_columns(names: Iterable[str], dialect: Dialect) -> None:
 
 
 def emit(batch: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
-    """Return a micro batch of megapack (on the CPU) in the dialect of a host. Raises ConfigError if
-    the dialect cannot represent it: loss weights without a float mask, positions or attention
-    windows with ``restart``, aligned segments, or columns."""
-    carried = [*column_names(batch), *(name for name in MTP_TARGETS if name in batch)]
-    check_columns(carried, dialect)
+    """Return a micro batch of megapack in the dialect of a host. Raises ConfigError if the dialect
+    cannot represent it: loss weights without a float mask, positions or attention windows with
+    ``restart``, aligned segments, or columns."""
+    names = [*column_names(batch), *(name for name in MTP_TARGETS if name in batch)]
+    check_columns(names, dialect)
+    carried = {name: batch[name] for name in names}
+    batch, wrap = _on_cpu(batch)
     if "cu_seqlens_padded" in batch and not dialect.padded_ends:
         raise ConfigError(
             f"segments are aligned (context parallelism), but a batch of {dialect.name} cannot "
@@ -285,8 +300,8 @@ def emit(batch: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
     if dialect.mask is not None:
         mask = _shift(weights, 1, 0) if dialect.mask_of_target else weights
         out[dialect.mask] = mask.astype(dialect.mask_dtype, copy=False)
-    for key in filter(None, (dialect.positions, dialect.target_positions)):
-        out[key] = np.asarray(batch["position_ids"])
+    positions = np.asarray(batch["position_ids"]).astype(dialect.integers, copy=False)
+    out |= dict.fromkeys(filter(None, (dialect.positions, dialect.target_positions)), positions)
     if dialect.segmentation is not None:
         numbers = _segmentation(batch)
         out |= zip(dialect.segmentation, (numbers, numbers * (weights != 0)), strict=True)
@@ -294,19 +309,20 @@ def emit(batch: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
         if value.dtype == np.int64:
             out[key] = value.astype(dialect.integers, copy=False)
     _add_boundaries(batch, dialect, out)
-    wrap = wrapper(_framework(batch))
     # Names of one array get one tensor, so that a copy to a device copies it once.
     wrapped = {id(v): wrap(v) for v in out.values() if isinstance(v, np.ndarray)}
-    out = {key: wrapped.get(id(value), value) for key, value in out.items()}
-    out |= {name: batch[name] for name in carried}
+    out = {key: wrapped.get(id(value), value) for key, value in out.items()} | carried
     return {key: value.flatten() for key, value in out.items()} if dialect.flat else out
 
 
-def refuse_windows(windows: list[int], reason: str) -> None:
-    """Raise ConfigError if a run has attention windows, which a host ignores for a ``reason``."""
+def refuse_windows(windows: list[int], reason: str, *, remedy: str = "") -> None:
+    """Raise ConfigError if a run has attention windows, which a host ignores for a ``reason``;
+    ``remedy``: what makes it use them."""
     if windows:
+        otherwise = f"{remedy}, or " if remedy else ""
         raise ConfigError(
-            f"the run has attention windows {windows}, and {reason} leave attention_window out"
+            f"the run has attention windows {windows}, and {reason}: {otherwise}leave "
+            "attention_window out"
         )
 
 
@@ -331,7 +347,7 @@ def _segmentation(batch: Mapping[str, Any]) -> NDArray[np.int64]:
     """Return the number of every token's segment in its row, from 1; 0 in padding, if the batch
     has ``dataset_ids``."""
     rows, lengths = _segments(batch)
-    numbers: NDArray[np.int64] = np.arange(len(rows)) - np.searchsorted(rows, rows) + 1
+    numbers = within_groups(np.bincount(rows)) + 1
     if "dataset_ids" in batch:
         numbers = numbers * (np.asarray(batch["dataset_ids"]) >= 0)
     return numbers.repeat(lengths).reshape(-1, batch["tokens"].shape[1])
@@ -349,7 +365,7 @@ def _add_boundaries(batch: Mapping[str, Any], dialect: Dialect, out: dict[str, A
     if not (dialect.restart or dialect.lengths):
         return
     row_of_segment, lengths = _segments(batch)
-    positions = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    positions = within_groups(lengths)
     if dialect.restart and not np.array_equal(positions, np.ravel(batch["position_ids"])):
         raise ConfigError(
             f"{dialect.name} starts a document at every position 0, so it supports neither "

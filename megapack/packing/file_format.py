@@ -4,7 +4,7 @@ All numbers little-endian::
 
     0   8 bytes   magic "MEGASAMP"
     8   uint32    version: 2; 3 for an index with groups of documents, which has one more array; 4
-                  for prefix trees, which have three more
+                  for prefix trees, which have three more; 5 for second sizes, one more
     12  uint32    0
     16  uint64    size of the header in bytes
     24  uint64    xxh3_64 of the header
@@ -54,13 +54,14 @@ def is_count(value: Any) -> bool:
 
 
 def are_counts(value: Any) -> bool:
-    return isinstance(value, list) and all(map(is_count, value))
+    return isinstance(value, list) and {*map(type, value)} <= {int} and min(value, default=0) >= 0
 
 
 def find_wrong(values: Any, checks: Mapping[str, Check]) -> str | None:
     """Return the first field that is missing or fails its check, as the end of a sentence."""
+    is_mapping = isinstance(values, Mapping)
     for name, check in checks.items():
-        if not isinstance(values, Mapping) or name not in values:
+        if not is_mapping or name not in values:
             return f"has no {name}"
         if not check(values[name]):
             return f"says {name} is {values[name]!r:.80}"
@@ -73,7 +74,12 @@ def _are_texts(value: Any) -> bool:
 
 def _are_parameters(value: Any) -> bool:
     plain = (str, bool, int, float, type(None))
-    if not isinstance(value, dict) or not all(isinstance(v, plain) for v in value.values()):
+    if not isinstance(value, dict):
+        return False
+    others = [v for name, v in value.items() if name != "second_capacity"]
+    if not all(isinstance(v, plain) for v in others) or not are_counts(
+        value.get("second_capacity", [])
+    ):
         return False
     aligned = is_count(value.get("alignment", 1)) and value.get("alignment", 1) > 0
     return aligned and is_count(value.get("fim_room", 0))
@@ -102,24 +108,35 @@ HEADER: dict[str, Check] = {
     "metrics": lambda value: isinstance(value, dict),
     "lengths_fingerprint": is_text,
     "groups": lambda value: value is None or _are_groups(value),
+    "second": lambda value: value is None or is_text(value),
 }
 METRICS: dict[str, Check] = {
     **dict.fromkeys(COUNTS, is_count),
     **dict.fromkeys(LISTS, are_counts),
     **dict.fromkeys(RATIOS, _is_ratio),
 }
-_METRICS_OF_TREES: dict[str, Check] = {**METRICS, "shared_tokens": is_count}
+# Metrics of files that have an optional array.
+_MORE_METRICS: dict[str, dict[str, Check]] = {
+    "segment_parent": {"shared_tokens": is_count},
+    "segment_second": {"second_per_bucket": are_counts, "second_padding_ratio": _is_ratio},
+}
 
 
 def find_fault(header: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> str | None:
     """Return the fault of a header (types, or counts that disagree with the arrays), or None."""
-    checks = _METRICS_OF_TREES if "segment_parent" in arrays else METRICS
+    checks = dict(METRICS)
+    for name, more in _MORE_METRICS.items():
+        checks |= more if name in arrays else {}
     wrong = find_wrong(header, HEADER) or find_wrong(header["metrics"], checks)
     if wrong is not None:
         return f"its header {wrong}"
     metrics = header["metrics"]
     samples = np.diff(arrays["bucket_sample_offsets"]).tolist()
     num_buckets = len(samples)
+    if "segment_second" in arrays:
+        capacities = header["parameters"].get("second_capacity", [])
+        if not len(capacities) == len(metrics["second_per_bucket"]) == num_buckets:
+            return f"its header says second_capacity is {capacities} of {num_buckets} buckets"
     placed, shared = metrics["placed_tokens"], metrics.get("shared_tokens", 0)
     expected = {
         "num_samples": sum(samples),
@@ -141,6 +158,7 @@ MAGIC = b"MEGASAMP"
 VERSION = 2
 VERSION_OF_GROUPS = 3
 VERSION_OF_TREES = 4
+VERSION_OF_SECOND = 5
 ALIGNMENT = 64
 _PREAMBLE = struct.Struct("<8sIIQQ")
 
@@ -159,8 +177,10 @@ ARRAYS_OF_TREES: dict[str, tuple[str, ...]] = {  # of version 4
     "segment_end_offsets": ("<i8",),
     "end_document": ("<i4", "<i8"),
 }
+ARRAYS_OF_SECOND: dict[str, tuple[str, ...]] = {"segment_second": ("<i4", "<i8")}  # of version 5
+OPTIONAL_ARRAYS = (*ARRAYS_OF_GROUPS, *ARRAYS_OF_TREES, *ARRAYS_OF_SECOND)
 SMALL = ("bucket_capacity", "bucket_sample_offsets")  # read whenever a file is opened
-_SEGMENT_ARRAYS = (*list(ARRAYS)[3:], "segment_joined", "segment_parent")
+_SEGMENT_ARRAYS = (*list(ARRAYS)[3:], "segment_joined", "segment_parent", "segment_second")
 _LONGEST = (1 << 31) - 1  # tokens of a sample
 
 
@@ -193,6 +213,7 @@ def write(
         digest = xxhash.xxh3_64_intdigest(encoded)
         version = VERSION_OF_GROUPS if "segment_joined" in arrays else VERSION
         version = VERSION_OF_TREES if "segment_parent" in arrays else version
+        version = VERSION_OF_SECOND if "segment_second" in arrays else version
         file.write(_PREAMBLE.pack(MAGIC, version, 0, len(encoded), digest))
         file.write(encoded)
         for name, array in arrays.items():
@@ -214,9 +235,11 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
     expected = ARRAYS
     if header.pop("version") == VERSION_OF_TREES:
         expected = {**ARRAYS, **ARRAYS_OF_TREES}
+    elif header["second"] is not None:
+        expected = {**ARRAYS, **ARRAYS_OF_SECOND}
     elif header["groups"] is not None:
         expected = {**ARRAYS, **ARRAYS_OF_GROUPS}
-    arrays = _map(path, mapped, table, expected)
+    arrays = _map(path, mapped, header.pop("end"), table, expected)
     header["checksums"] = {name: table[name]["xxh64"] for name in arrays}
     for name in SMALL:
         arrays[name] = np.asarray(arrays[name])
@@ -233,21 +256,21 @@ def _read_header(path: Path, file: IO[bytes], size: int) -> dict[str, Any]:
         raise FormatError(f"{path} does not begin with {MAGIC.decode()}: it is not a .samples file")
     if len(preamble) < _PREAMBLE.size:
         raise FormatError(f"{path} is truncated: it has {size} bytes, less than a header")
-    _, version, _, header_size, digest = _PREAMBLE.unpack(preamble)
-    if not VERSION <= version <= VERSION_OF_TREES:
+    _, version, reserved, header_size, digest = _PREAMBLE.unpack(preamble)
+    if not VERSION <= version <= VERSION_OF_SECOND:
         remedy = "install a newer megapack, or pack the dataset again"
         if version < VERSION:
             remedy = f"pack again: megapack-build pack PREFIX --output {path} --overwrite"
         raise FormatError(
             f"{path} has format version {version}; megapack {__version__} reads versions "
-            f"{VERSION} to {VERSION_OF_TREES}: {remedy}"
+            f"{VERSION} to {VERSION_OF_SECOND}: {remedy}"
         )
     if _PREAMBLE.size + header_size > size:
         raise FormatError(
             f"{path} is truncated: its header of {header_size} bytes does not fit in {size}"
         )
     encoded = file.read(header_size)
-    if xxhash.xxh3_64_intdigest(encoded) != digest:
+    if xxhash.xxh3_64_intdigest(encoded) != digest or reserved != 0:
         raise FormatError(f"{path} is damaged: its header does not match the header's checksum")
     header: dict[str, Any] = parse_json(
         encoded, f"{path}: the header", remedy="pack the dataset again"
@@ -261,14 +284,19 @@ def _read_header(path: Path, file: IO[bytes], size: int) -> dict[str, Any]:
     has_groups = header.setdefault("groups", None) is not None
     if version != VERSION_OF_TREES and has_groups != (version == VERSION_OF_GROUPS):
         raise FormatError(f"{path} is damaged: its version is {version}, and only 3 has groups")
-    return {**header, "version": version}
+    if (header.setdefault("second", None) is not None) != (version == VERSION_OF_SECOND):
+        raise FormatError(f"{path} is damaged: its version is {version}, and only 5 has second")
+    return {**header, "version": version, "end": _PREAMBLE.size + header_size}
 
 
 def _map(
-    path: Path, mapped: NDArray[np.uint8], table: Any, expected: Mapping[str, tuple[str, ...]]
+    path: Path,
+    mapped: NDArray[np.uint8],
+    previous_end: int,
+    table: Any,
+    expected: Mapping[str, tuple[str, ...]],
 ) -> dict[str, Any]:
     arrays: dict[str, Any] = {}
-    previous_end = _PREAMBLE.size  # arrays are in this order and do not overlap
     for name, dtypes in expected.items():
         match table.get(name) if isinstance(table, dict) else None:
             case {
@@ -284,10 +312,13 @@ def _map(
             raise FormatError(f"{path} has no array {name} of dtype {' or '.join(dtypes)}")
         dtype = np.dtype(kind)
         end = begin + count * dtype.itemsize
-        if count < 0 or begin < previous_end or begin % ALIGNMENT or end > len(mapped):
+        # Arrays are in this order; the bytes between them have no checksum, but are 0.
+        is_placed = count >= 0 and previous_end <= begin and end <= len(mapped)
+        if not is_placed or begin % ALIGNMENT or mapped[previous_end:begin].any():
             raise FormatError(
                 f"{path} is damaged: array {name} has bytes {begin} to {end}, outside the file, "
-                f"unaligned, or overlapping another array; pack the dataset again"
+                f"unaligned, overlapping another array, or after bytes that are not 0; pack the "
+                "dataset again"
             )
         arrays[name] = CheckedArray.of(
             mapped[begin:end].view(dtype),

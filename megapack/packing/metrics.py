@@ -71,8 +71,8 @@ class DocumentTotals:
     num_empty: int
     num_longer: int  # documents longer than the largest bucket
     num_tokens: int
-    # Documents that are one segment from first to last token. None: no tokens were dropped, so
-    # these are the nonempty documents that have a single segment.
+    # Documents that one segment contains from first to last token. None: the packing dropped no
+    # tokens, so every nonempty document with a single segment is whole.
     num_whole: int | None
     lengths_fingerprint: str
     num_with_fim_room: int | None = None  # documents of one segment; None: fim_room is 0

@@ -18,12 +18,24 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megapack import _core
-from megapack.calls import checked_call, given
+from megapack.calls import checked_call, without_none
 from megapack.errors import ConfigError, DataError
 from megapack.packing.groups import Units, check_groups, groups_checksum, joined_segments
 from megapack.packing.metrics import DocumentTotals, Lengths
 from megapack.packing.sample_index import SampleIndex, WithRoom
-from megapack.packing.strategies import PARAMETERS, Request, Strategy, find_strategy
+from megapack.packing.second import (
+    check_second,
+    second_capacities,
+    second_checksum,
+    second_of_segments,
+)
+from megapack.packing.strategies import (
+    PARAMETERS,
+    STRATEGIES,
+    Request,
+    Strategy,
+    find_strategy,
+)
 from megapack.packing.trees import DocumentTokens
 from megapack.units import checked_integer
 
@@ -131,7 +143,7 @@ class PackingMethod(WithRoom):
     strategy: Strategy
     buckets: list[int]  # capacities in tokens, ascending
     # All parameters of the strategy, as the index records them; also ``alignment`` above 1,
-    # ``fim_room`` above 0, ``match_repetition`` below 1, ``groups`` if used.
+    # ``fim_room`` above 0, ``match_repetition`` below 1, ``groups``, ``second_capacity``.
     parameters: dict[str, Any]
 
 
@@ -144,6 +156,7 @@ def check_packing(
     fim_room: int = 0,
     match_repetition: float = 1,
     groups: bool = False,
+    second_capacity: int | Iterable[int] | None = None,
     preset: str | None = None,
     parameters: Mapping[str, Any] | None = None,
 ) -> PackingMethod:
@@ -173,6 +186,9 @@ def check_packing(
         resolved["match_repetition"] = float(match_repetition)
     if groups:
         resolved["groups"] = True
+    if second_capacity is not None:
+        _check_two_capacities(chosen, groups, resolved)
+        resolved["second_capacity"] = second_capacities(second_capacity, len(capacities))
     if chosen.check is not None:
         chosen.check(capacities, resolved)
     return PackingMethod(strategy=chosen, buckets=capacities, parameters=resolved)
@@ -190,6 +206,8 @@ def pack(
     fim_room: int = 0,
     match_repetition: float = 1,
     groups: ArrayLike | None = None,
+    second: ArrayLike | None = None,
+    second_capacity: int | Iterable[int] | None = None,
     tokens: tuple[ArrayLike, ArrayLike] | None = None,
     preset: str | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -224,6 +242,10 @@ def pack(
         match_repetition: pack only this share of the documents (``matched_documents``).
         groups: (num_documents,) integers, the group of each document, negative for documents
             without one. A group is packed like one document (``megapack.packing.groups``).
+        second: (num_documents,) integers, a second size of each document (images, frames, bytes),
+            for strategies with two capacities; with ``second_capacity``.
+        second_capacity: limit of the sum of second sizes in a sample: one number, or one for each
+            bucket in ascending order. Every segment of a cut document counts with the whole size.
         tokens: for strategy ``tree``: the tokens of all documents, one after the other, and the
             (num_documents + 1,) offsets of the documents in them.
         preset: use the parameters of a paper, if the strategy has them (``"paper"``).
@@ -236,9 +258,9 @@ def pack(
     Raises:
         ConfigError: unknown strategy, parameter or preset, a value out of range, bad buckets.
         DataError: lengths are not a one-dimensional array of integers, one is negative, or they
-            sum to more than 2**62 tokens.
+            sum to more than 2**62 tokens; a second size exceeds the largest bucket.
     """
-    parameters = given(locals(), PARAMETERS)
+    parameters = without_none(locals(), PARAMETERS)
     method = check_packing(
         strategy,
         buckets=buckets,
@@ -246,6 +268,7 @@ def pack(
         fim_room=fim_room,
         match_repetition=match_repetition,
         groups=groups is not None,
+        second_capacity=second_capacity,
         preset=preset,
         parameters=parameters,
     )
@@ -266,6 +289,8 @@ def pack(
             f"{int(kept.sum()):,} of {len(kept):,} documents, "
             f"{100 * totals.num_tokens / max(1, all_tokens):.4g} % of the tokens"
         )
+    capacities = method.parameters.get("second_capacity")
+    sizes = check_second(second, documents, capacities)
     step, room = method.alignment, method.fim_room
     documents, with_room, rounded = _rounded(documents, step, room, method.buckets[-1])
     compared, units = None, None
@@ -284,6 +309,8 @@ def pack(
             threads=threads,
             progress=progress,
             tokens=compared,
+            second=sizes,
+            second_capacities=capacities,
         )
     )
     group_facts: dict[str, Any] | None = None
@@ -305,6 +332,8 @@ def pack(
         )
     if room:
         totals = replace(totals, num_with_fim_room=_count_with_room(arrays, documents, with_room))
+    if sizes is not None:
+        arrays["segment_second"] = second_of_segments(sizes, arrays["segment_document"])
     index = SampleIndex(
         **{**arrays, "decisions": {**decisions, **arrays.get("decisions", {})}},
         strategy=strategy,
@@ -313,6 +342,7 @@ def pack(
         seed=seed,
         documents=totals,
         groups=group_facts,
+        second=None if second is None else second_checksum(second),
     )
     if index.dropped_tokens:  # which documents lost tokens depends on their lengths, too
         num_whole = _core.whole_documents(*index.segment_arrays(), documents)
@@ -339,6 +369,17 @@ def _count_with_room(arrays: Mapping[str, Any], lengths: Lengths, with_room: Len
     true_length = lengths[documents]
     whole = (arrays["segment_length"] == true_length) & (with_room[documents] > true_length)
     return len(np.unique(documents[whole]))
+
+
+def _check_two_capacities(strategy: Strategy, groups: bool, parameters: Mapping[str, Any]) -> None:
+    if not strategy.two_capacities:
+        names = " or ".join(name for name, other in STRATEGIES.items() if other.two_capacities)
+        raise ConfigError(f"strategy {strategy.name!r} has no second capacity; choose {names}")
+    unable = {"groups": groups, "refine": parameters["refine"]}
+    unable["promote"] = parameters["promote"] not in ("auto", "on", "off")
+    for name, used in unable.items():
+        if used:
+            raise ConfigError(f"{name} does not work with a second capacity; leave out one of them")
 
 
 def _check_buckets(buckets: int | Iterable[int], strategy: Strategy) -> list[int]:

@@ -37,10 +37,12 @@ from megapack.packing.metrics import (
     lengths_fingerprint,
     segment_pairs,
 )
+from megapack.packing.second import second_metrics, second_per_sample
 from megapack.storage.address import is_remote
 from megapack.storage.files import check_target
 from megapack.storage.index_file import CheckedArray, block_checksums
 from megapack.storage.remote.reader import fetch_file
+from megapack.units import counted
 
 IDX_CHECKSUMS = "idx_xxh64"
 
@@ -67,6 +69,7 @@ def how_it_differs(
     checksums: Mapping[str, str] | None = None,
     chosen: str | None = None,
     groups: str | None = None,
+    second: str | None = None,
     tokens: str | None = None,
 ) -> str | None:
     """Return how a file differs from what ``pack`` would write with these arguments, or None.
@@ -76,6 +79,7 @@ def how_it_differs(
         checksums: expected checksums of the arrays; None: not compared.
         chosen: checksum of the numbers of the packed documents; None: all were packed.
         groups: checksum of the group ids; None: packed without groups.
+        second: checksum of the second sizes; None: only tokens were limited.
         tokens: checksum of the tokens that strategy ``tree`` compares; None: it compares none.
     """
     try:
@@ -90,6 +94,7 @@ def how_it_differs(
         "other documents of it": ((header["source"] or {}).get("documents"), chosen),
         "other tokens": ((header["source"] or {}).get("tokens"), tokens),
         "other groups": ((header["groups"] or {}).get("ids"), groups),
+        "other second sizes": (header["second"], second),
         "another strategy": (header["strategy"], strategy),
         "other parameters": (header["parameters"], parameters),
         "other buckets": (header["buckets"], buckets),
@@ -153,6 +158,8 @@ class SampleIndex(WithRoom):
         segment_joined: uint8 (num_segments,), 1 if the previous segment of the sample has the same
             group; None: packed without groups.
         groups: checksum of the group ids (``ids``) and ``GROUP_COUNTS``; None: without groups.
+        segment_second: int32 or int64 (num_segments,), second size of the segment's document; None:
+            packed without, like ``second``, the checksum of the second sizes of all documents.
         segment_parent: int32 (num_segments,), number in the sample of the segment that each segment
             continues, -1: none. Segments are the nodes of prefix trees, parents first: a segment's
             ``segment_begin`` is the length of the path to it, and its tokens are those of every
@@ -181,6 +188,8 @@ class SampleIndex(WithRoom):
     path: Path | None = None
     segment_joined: NDArray[np.uint8] | None = None
     groups: dict[str, Any] | None = None
+    segment_second: NDArray[np.int32] | NDArray[np.int64] | None = None
+    second: str | None = None
     segment_parent: NDArray[np.int32] | None = None
     segment_end_offsets: NDArray[np.int64] | None = None
     end_document: NDArray[np.int32] | NDArray[np.int64] | None = None
@@ -274,8 +283,8 @@ class SampleIndex(WithRoom):
         if self.num_buckets > 1:
             buckets = f"{self.num_buckets:,} buckets of {smallest:,} to {largest:,}"
         return (
-            f"SampleIndex({self.strategy}, {buckets} tokens, {self.num_samples:,} samples, "
-            f"{self.num_documents:,} documents)"
+            f"SampleIndex({self.strategy}, {buckets} tokens, "
+            f"{counted(self.num_samples, 'sample')}, {counted(self.num_documents, 'document')})"
         )
 
     def sample(self, i: int) -> tuple[int, list[tuple[int, int, int]]]:
@@ -338,6 +347,8 @@ class SampleIndex(WithRoom):
         groups = self.groups or {}
         if self.documents.num_with_fim_room is not None:
             metrics["num_documents_with_fim_room"] = self.documents.num_with_fim_room
+        if self.second is not None:
+            metrics |= second_metrics(self)
         return metrics | {name: groups[name] for name in GROUP_COUNTS if name in groups}
 
     def label_tokens(self, document_lengths: Lengths) -> NDArray[np.int64]:
@@ -382,8 +393,7 @@ class SampleIndex(WithRoom):
     @property
     def _arrays(self) -> dict[str, Any]:
         arrays = {name: getattr(self, name) for name in samples_format.ARRAYS}
-        optional = (*samples_format.ARRAYS_OF_GROUPS, *samples_format.ARRAYS_OF_TREES)
-        more = {name: getattr(self, name) for name in optional}
+        more = {name: getattr(self, name) for name in samples_format.OPTIONAL_ARRAYS}
         return arrays | {name: array for name, array in more.items() if array is not None}
 
     def check_source(self, dataset: Any) -> None:
@@ -453,6 +463,7 @@ class SampleIndex(WithRoom):
             tokens=(source or {}).get("tokens"),
             checksums=self._checksums,
             groups=(self.groups or {}).get("ids"),
+            second=self.second,
         )
         if not check_target(path, overwrite=overwrite, difference=difference):
             return False
@@ -461,6 +472,7 @@ class SampleIndex(WithRoom):
             "metrics": self._metrics,
             "lengths_fingerprint": self.documents.lengths_fingerprint,
             **({} if self.groups is None else {"groups": self.groups}),
+            **({} if self.second is None else {"second": self.second}),
         }
         samples_format.write(Path(path), header, self._arrays, self._checksums)
         return True
@@ -491,8 +503,7 @@ class SampleIndex(WithRoom):
             lengths_fingerprint=header["lengths_fingerprint"],
             num_with_fim_room=metrics.get("num_documents_with_fim_room"),
         )
-        optional = (*samples_format.ARRAYS_OF_GROUPS, *samples_format.ARRAYS_OF_TREES)
-        values = {**dict.fromkeys(optional), **header, **arrays}
+        values = {**dict.fromkeys(samples_format.OPTIONAL_ARRAYS), **header, **arrays}
         values |= {"documents": documents, "path": Path(path)}
         index = cls(**{field.name: values[field.name] for field in fields(cls)})
         vars(index).update(_metrics=metrics, _checksums=header["checksums"])  # fill the caches
@@ -503,16 +514,31 @@ class SampleIndex(WithRoom):
     def verify(self, document_lengths: Lengths | None = None) -> None:
         """Compare all checksums; with document lengths, also check every segment.
 
-        Segments must lie inside their documents, and samples must not exceed their capacity. Raises
-        FormatError, which says what is damaged; IndexMismatchError for other documents.
+        Segments must lie inside their documents, and samples must not exceed their capacity. The
+        second capacity is always checked. Raises FormatError, which says what is damaged;
+        IndexMismatchError for other documents.
         """
         for array in self._arrays.values():
             if isinstance(array, CheckedArray):
                 array.verify()
+        if self.second is not None:
+            self._check_second()
         if document_lengths is not None:
             lengths = self._check_lengths(document_lengths)
             _core.check_laws(self.bucket_capacity, *self.segment_arrays(), lengths)
             self._check_trees(lengths)
+
+    def _check_second(self) -> None:
+        """Check that no sample exceeds the second capacity of its bucket."""
+        sizes = second_per_sample(self)
+        capacities = self.parameters["second_capacity"]
+        limits = np.repeat(capacities, np.diff(self.bucket_sample_offsets))
+        wrong = np.flatnonzero(sizes > limits)
+        if len(wrong):
+            raise FormatError(
+                f"{self.path}: sample {wrong[0]} has {sizes[wrong[0]]:,} of the second size; its "
+                f"capacity is {limits[wrong[0]]:,}: pack again"
+            )
 
     def _check_trees(self, lengths: Lengths) -> None:
         """Check that segments continue their parents, and every document ends in its place."""

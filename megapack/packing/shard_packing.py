@@ -23,6 +23,7 @@ from megapack.executors import Counted, Report, run_shards
 from megapack.packing.groups import groups_checksum, read_groups
 from megapack.packing.pack import pack
 from megapack.packing.sample_index import SampleIndex, describe_source, how_it_differs
+from megapack.packing.second import read_second, second_checksum
 from megapack.packing.sharded import (
     PLAN,
     SUFFIX,
@@ -67,15 +68,16 @@ def plan_packing(
 ) -> PackingPlan:
     """Decide what to pack for a shard manifest, which may exist: datasets that are already in it
     keep their place. ``options`` are arguments of ``pack``; ``groups`` is a bool: use the groups
-    of PREFIX.groups. ``overwrite`` ignores an existing manifest. Raises ConfigError (a bad
-    option or name, no datasets, a duplicate, an existing manifest with other options),
-    FormatError, OSError."""
+    of PREFIX.groups; ``second`` the name of a column. ``overwrite`` ignores an existing manifest.
+    Raises ConfigError (a bad option or name, no datasets, a duplicate, an existing manifest with
+    other options), FormatError, OSError."""
     path = manifest_path(manifest)
     if not is_shard_manifest(path):
         raise ConfigError(f"--output is {path}; for several datasets it must be NAME{SUFFIX}")
     empty = np.zeros(0, np.int32)
     # Packing no documents checks the options and resolves defaults.
     nothing = {"groups": empty if options.get("groups") else None, "tokens": (empty, [0])}
+    nothing["second"] = empty if options.get("second") else None
     packed = pack(empty, **{**options, **nothing})
     resolved = {name: plain(getattr(packed, name)) for name in PLAN}
     known: dict[str, PackedShard] = {}
@@ -144,6 +146,12 @@ class ShardPacker:
     def _check_unchanged(self, shard: PackedShard) -> None:
         """Compare fingerprints; tokens and samples are not read."""
         samples = SampleIndex.load(shard.samples)
+        second, packed_by = self.plan.options.get("second"), (samples.source or {}).get("second")
+        if second != packed_by:
+            raise ConfigError(
+                f"--second is {second}, and the samples of {shard.prefix} were packed by "
+                f"{packed_by}: give the same column, or --overwrite to pack all again"
+            )
         for name, actual, recorded in (
             (f"{shard.prefix}.idx", open_index(shard.prefix).fingerprint, shard.fingerprint),
             (shard.samples, samples.fingerprint, shard.samples_fingerprint),
@@ -166,13 +174,19 @@ class ShardPacker:
             if self.plan.options.get("groups"):
                 groups = read_groups("auto", prefix, dataset.num_documents)
                 expected["groups"] = groups_checksum(groups)
+            second = self.plan.options.get("second")
+            sizes = None if second is None else read_second(second, prefix)
+            if sizes is not None:
+                expected["second"] = second_checksum(sizes)
             difference = partial(how_it_differs, path, **expected, dataset=dataset.fingerprint)
             if check_target(path, overwrite=self.overwrite, difference=difference, name=samples):
-                options = {**self.plan.options, **tokens, "groups": groups}
+                options = {**self.plan.options, **tokens, "groups": groups, "second": sizes}
                 index = pack(dataset.document_lengths, threads=self.threads, **options)
                 source = describe_source(dataset, prefix)
                 if expected["tokens"] is not None:
                     source["tokens"] = expected["tokens"]
+                if second is not None:
+                    source["second"] = second
                 index.save(path, source=source, overwrite=True)
             else:
                 index = SampleIndex.load(path)

@@ -48,6 +48,7 @@ from megapack.storage.columns import ColumnSpec, check_column
 from megapack.storage.files import atomic_write, open_regular
 from megapack.storage.remote.copies import local_output_file
 from megapack.storage.remote.reader import fetch_file
+from megapack.units import counted
 
 Ids = NDArray[np.int64]
 
@@ -123,8 +124,8 @@ class ShardedIndex(WithRoom):
 
     def __repr__(self) -> str:
         return (
-            f"ShardedIndex({self.path}: {len(self.shards):,} shards, {self.num_samples:,} samples, "
-            f"{self.num_documents:,} documents)"
+            f"ShardedIndex({self.path}: {counted(len(self.shards), 'shard')}, "
+            f"{counted(self.num_samples, 'sample')}, {counted(self.num_documents, 'document')})"
         )
 
     # --- attributes of a SampleIndex -------------------------------------------------------------

@@ -48,6 +48,8 @@ class Request:
     wide_ids: bool = False
     tokens: DocumentTokens | None = None
     """None for strategies that need only lengths."""
+    second: NDArray[np.int64] | None = None  # of every document; None: only tokens are limited
+    second_capacities: list[int] | None = None  # of every bucket
 
     @property
     def capacity(self) -> int:
@@ -118,6 +120,7 @@ class Strategy:
     may_drop: bool = False  # by definition, a token may be in no sample
     may_repeat: bool = False  # by definition, a token may be in several samples
     needs_tokens: bool = False  # lengths are not enough
+    two_capacities: bool = False  # buckets may limit a second size of documents
     # Name -> function that returns a paper's parameters for the largest capacity.
     presets: Mapping[str, Callable[[int], dict[str, Any]]] = field(default_factory=dict)
     # Raises ConfigError if the (ascending) buckets contradict the parameters.
@@ -390,6 +393,11 @@ class _Outcome:
         samples = _core.count_bucket_samples(counts, rules)
         return cls(sum(c * n for c, n in zip(buckets, samples, strict=True)), sum(samples))
 
+    @classmethod
+    def of_packing(cls, packed: Packing) -> _Outcome:
+        samples = np.diff(packed["bucket_sample_offsets"])
+        return cls(int(packed["bucket_capacity"] @ samples), int(samples.sum()))
+
     def pads_too_much(self, tokens: int) -> bool:
         return (self.positions - tokens) * PADDING_WORTH_SAVING > self.positions
 
@@ -532,16 +540,52 @@ def _bucket_llm(request: Request, *, pairs: bool) -> Packing:
         "it (needs highspy; takes seconds for any number of documents)",
     ),
     many_buckets=True,
+    two_capacities=True,
 )
 def bucket(request: Request) -> Packing:
     """fill the bucket of the longest document with the longest documents that fit; a document is
     split only if it is longer than the largest bucket"""
     parameters = dict(request.parameters)
     pool_size = parameters.pop("pool_size")
+    if request.second is not None:
+        return _bucket_second(request, pool_size, **parameters)
     rules, decisions = _bucket_rules(request, **parameters)
     if "given" in rules:  # patterns for all documents need all documents in one pool
         pool_size = max(1, len(request.lengths))
     return request.pack("bucket", pool_size=pool_size, **rules) | {"decisions": decisions}
+
+
+def _bucket_second(
+    request: Request,
+    pool_size: int,
+    *,
+    promote: str,
+    padding_threshold: float,
+    max_segments: int | None,
+    refine: bool,
+) -> Packing:
+    assert not refine, "check_packing refuses it"
+    padded: dict[str, Any] = {
+        "buckets": request.buckets,
+        "pool_size": pool_size,
+        "max_segments": max_segments or 0,
+        "second": request.second,
+        "second_capacities": request.second_capacities,
+    }
+    promoted = {"overflow": "promote", "padding_threshold": exact_ratio(padding_threshold)}
+    rules = {"off": padded, "on": padded | promoted}
+    if promote != "auto":
+        return request.pack("bucket_second", **rules[promote])
+    # Without a plan on the histogram, pack both ways where it may matter.
+    packed = request.pack("bucket_second", **padded)
+    off, tokens = _Outcome.of_packing(packed), request.lengths.num_tokens
+    if len(request.buckets) == 1 or not off.pads_too_much(tokens):
+        return packed
+    other = request.pack("bucket_second", **rules["on"])
+    on = _Outcome.of_packing(other)
+    promote, packed = ("on", other) if on.positions < off.positions else ("off", packed)
+    reason = f"padding is {off.padding(tokens)} without and {on.padding(tokens)} with it"
+    return packed | {"decisions": {"promote": f"{promote}: {reason}"}}
 
 
 @_strategy(

@@ -13,6 +13,7 @@ from pathlib import Path
 from megapack.errors import ConfigError, FormatError, IndexMismatchError
 from megapack.packing.metrics import array_checksum
 from megapack.packing.sample_index import SampleIndex
+from megapack.packing.second import read_second, second_checksum
 from megapack.packing.shard_packing import describe_shard
 from megapack.packing.sharded import PackedShard, ShardedIndex
 from megapack.storage import IndexedDataset
@@ -42,6 +43,11 @@ def verify_samples(path: str, prefix: str | None = None, *, tokens: bool = True)
         compared = tokens and recorded is not None and not is_remote(dataset.prefix)
         if compared and recorded != array_checksum(dataset.tokens):
             text = f"{path} has prefix trees of other tokens than {dataset.prefix} has now"
+            findings.append(Finding("error", "samples-source", text, _REMEDY))
+        second = (index.source or {}).get("second", "")
+        compared = tokens and second in dataset.columns and not is_remote(dataset.prefix)
+        if compared and index.second != second_checksum(read_second(second, dataset.prefix)):
+            text = f"{path} was packed with other numbers of column {second}"
             findings.append(Finding("error", "samples-source", text, _REMEDY))
     except FormatError as error:
         findings.append(Finding("error", "samples", str(error), _REMEDY))

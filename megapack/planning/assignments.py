@@ -176,7 +176,7 @@ def _planned(
         max_context_parallel_size=cluster.context_parallel,
         linear_cost_tokens=linear_cost_tokens,
         balance=balance,
-        micro_batch_multiple=cluster.pipeline_parallel if cluster.virtual_stages > 1 else 1,
+        micro_batch_multiple=cluster.micro_batch_multiple,
     )
 
 

@@ -77,6 +77,11 @@ class Cluster:
         """Ranks of one stage: ``num_ranks`` of ``plan_step``."""
         return self.data_parallel * self.context_parallel
 
+    @property
+    def micro_batch_multiple(self) -> int:
+        """Divisor of the number of micro batches, as virtual stages require it."""
+        return self.pipeline_parallel if self.virtual_stages > 1 else 1
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AssignedStep:

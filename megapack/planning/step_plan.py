@@ -35,7 +35,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from megapack import _core
 from megapack.calls import checked_call
-from megapack.units import checked_integer
+from megapack.units import checked_integer, counted
 
 __all__ = ["CriticalPath", "StepPlan", "plan_step"]
 
@@ -87,6 +87,13 @@ class StepPlan:
     first_rank: Integers
     degree: Integers
     micro_batch: Integers
+
+    def __repr__(self) -> str:
+        return (
+            f"StepPlan({counted(len(self.lengths), 'document')}, "
+            f"{counted(int(self.lengths.sum()), 'token')}, {counted(self.num_ranks, 'rank')}, "
+            f"{counted(self.num_micro_batches, 'micro step')})"
+        )
 
     def of_rank(self, rank: int) -> list[Integers]:
         """Return a rank's documents (whole or shared) by micro batch. Raises ValueError."""
@@ -307,8 +314,6 @@ def plan_step(
             raise ValueError(
                 f"{name} has shape {array.shape}; give one row for each of {len(tokens)} documents"
             )
-    if group_ids.size and group_ids.dtype.kind not in "iu":
-        raise ValueError(f"groups has dtype {group_ids.dtype}; it must be integers")
     num_micro_batches, first_rank, degree, micro_batch = _core.plan_step(
         tokens,
         np.ascontiguousarray(cost_array).ravel(),

@@ -43,7 +43,7 @@ from numpy.typing import ArrayLike, NDArray
 from megapack import _core
 from megapack.calls import checked_call
 from megapack.planning.step_plan import CriticalPath, integers
-from megapack.units import checked_integer
+from megapack.units import checked_integer, counted
 
 __all__ = ["Tree", "TreePlan", "plan_trees"]
 
@@ -193,6 +193,13 @@ class TreePlan:
     tree_offsets: Int64
     lengths: Int64
     shared: Int64
+
+    def __repr__(self) -> str:
+        return (
+            f"TreePlan({counted(len(self.sequences), 'sequence')}, "
+            f"{counted(int((self.lengths - self.shared).sum()), 'token')} in "
+            f"{counted(len(self.tree_offsets) - 1, 'tree')}, {counted(self.num_ranks, 'rank')})"
+        )
 
     @cached_property
     def trees(self) -> list[list[Tree]]:

@@ -117,9 +117,13 @@ def other_tokens(tokens: Tensor, documents: Documents) -> Tensor:
     def following(ids: Tensor) -> Tensor:
         return low + (ids - low + 1) % (high - low + 1)
 
-    every = [tokens.flatten()[documents.places(n).to(tokens.device)] for n in documents.numbers]
-    if not every:  # a rank that has only padding
+    of_token = documents.of_token
+    lengths = of_token[of_token >= 0].unique(return_counts=True)[1].tolist()  # type: ignore[no-untyped-call]
+    if not lengths:  # a rank that has only padding
         return following(tokens)
+    # One sort for all documents: a search for each would cost documents x tokens.
+    by_document = of_token.argsort(stable=True)[len(of_token) - sum(lengths) :]
+    every = tokens.flatten()[by_document.to(tokens.device)].split(lengths)
     both = [torch.stack([part[end] for part in every]) for end in (0, -1)]
     same = [ids[:1] for ids in both if bool((ids == ids[0]).all())]
     kept = torch.cat(same or [both[0][:0]]).unique()

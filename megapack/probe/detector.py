@@ -100,17 +100,16 @@ def probe(
 
 
 class Run:
-    """Outputs of one pass, reduced and unreduced, and the calls of modules."""
+    """Outputs of one pass, reduced and unreduced, its loss, the calls of modules, and the graph."""
 
-    def __init__(self, raw: list[Tensor], calls: list[Call], documents: Documents) -> None:
-        self.raw = raw
-        found = [per_token(value, documents) for value in raw if value.is_floating_point()]
+    def __init__(
+        self, raw: list[Tensor], calls: list[Call], graph: Gradients, loss: Tensor | None
+    ) -> None:
+        self.raw, self.calls, self.graph, self.loss = raw, calls, graph, loss
+        found = [per_token(value, graph.documents) for value in raw if value.is_floating_point()]
         self.outputs = [reduce(value).cpu() for value in found if value is not None]
-        self.shifted = any(is_shifted(value, documents) for value in raw)
-        self.calls = calls
-        self.graph = Gradients(documents)
+        self.shifted = any(is_shifted(value, graph.documents) for value in raw)
         self.tokens = [value for value in found if value is not None and value.requires_grad]
-        self.loss: Tensor | None = None
 
     def difference(self, other: Run, places: Tensor | None = None) -> Tensor:
         """Return the largest difference of every token's outputs from those of ``other`` (at
@@ -246,9 +245,8 @@ class Passes:
         raw = list(tensors(fields))
         if output is not None and all(per_token(value, documents) is None for value in raw):
             raw += tensors(self.recorder.last)  # a fused loss returns no logits
-        run = Run(raw, calls, documents)
+        run = Run(raw, calls, graph, loss)
         self.recorder.dtypes |= {value.dtype for value in run.raw}
-        run.graph, run.loss = graph, loss
         if not gradients:
             run.raw = run.tokens = []
         return run
@@ -359,8 +357,9 @@ class Passes:
             at_end = bool(later) and int(places[0]) > last - reach
             source = min(later) if at_end or not earlier else earlier[-1]
             size = float(difference[places].max())
-            position, effect = int(places[0]), {"local": local, "at_end": at_end}
-            leaks.append(self.leak(call, source, number, position, size, **effect))
+            position = int(places[0])
+            leak = self.leak(call, source, number, position, size, local=local, at_end=at_end)
+            leaks.append(leak)
         return leaks
 
     def leak(
@@ -541,12 +540,12 @@ class Passes:
             size = self.reached(again, own)
             if not size.any():
                 continue
-            source, targets = int(size.argmax()), numbers[own]
-            while len(targets) > 1:
-                half = targets[: len(targets) // 2]
-                reaches = self.reached(again, torch.isin(numbers, half))[source]
-                targets = half if reaches else targets[len(half) :]
-            to = int(targets)
+            source, candidates = int(size.argmax()), numbers[own]
+            while len(candidates) > 1:  # bisect the documents that depend on the source
+                half = candidates[: len(candidates) // 2]
+                half_depends = self.reached(again, torch.isin(numbers, half))[source]
+                candidates = half if half_depends else candidates[len(half) :]
+            to = int(candidates)
             size = self.reached(again, numbers == to)
             if size[source]:
                 one, other = self.of_token == to, (self.of_token >= 0) & (self.of_token != to)

@@ -139,7 +139,7 @@ class Recorder:
         """Free the graph; restore the buffers of modules, such as token counts of experts."""
         self.last = ()
         for module, buffers, copies in self.saved.values():
-            module._buffers.update(buffers)
+            module._buffers.update(buffers)  # a pass may replace a buffer, or change it in place
             for name, copy in copies.items():
                 if not torch.equal(buffers[name], copy):
                     buffers[name].data.copy_(copy)
@@ -233,12 +233,14 @@ class Gradients:
 
     def follow(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
         """Record a call; tensors computed from ids alone become leaves."""
-        taken, made = self._floats(inputs), self._floats(outputs)
-        if not taken:
-            self.leaves += [value.requires_grad_() for value in made if not value.is_inference()]
+        float_inputs, float_outputs = self._floats(inputs), self._floats(outputs)
+        if not float_inputs:
+            self.leaves += [
+                value.requires_grad_() for value in float_outputs if not value.is_inference()
+            ]
         first, last = (
             [get_gradient_edge(x) for x in values if x.requires_grad and not x.is_inference()]
-            for values in (taken, made)
+            for values in (float_inputs, float_outputs)
         )
         self.calls.append((module, first, last))
 

@@ -101,6 +101,27 @@ def check_rows(
     return time.perf_counter() - began
 
 
+def probed_labels(batch: Mapping[str, Any]) -> Tensor:
+    """Return the labels that a probe reads: logits of a large vocabulary cost more than the model.
+
+    Keeps those at the start, the middle (where a token is changed) and the end of every document,
+    and each 64th in between. Keeps all in prefix trees, or if a document with labels would keep
+    none.
+    """
+    labels: Tensor = batch["labels"].cpu()
+    if "kv_index" in batch:
+        return labels
+    segments = SegmentPlaces.of(batch)
+    of_token = segments.of_token(labels.numel())
+    positions = segments.positions().flatten()
+    lengths = segments.lengths[of_token]
+    kept = (positions < 4) | (positions % 64 == 0) | (positions >= lengths - 3)
+    kept |= (positions - lengths // 2).abs() <= 2
+    few = labels.masked_fill(~kept.view_as(labels), -100)
+    with_labels, kept_documents = ({*of_token[x.flatten() >= 0].tolist()} for x in (labels, few))
+    return few if with_labels == kept_documents else labels
+
+
 def _problems(
     passes: Passes, batch: dict[str, Any], counts_of: Any, longest: Any, any_length: bool
 ) -> Iterator[str | None]:

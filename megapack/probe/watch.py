@@ -62,7 +62,7 @@ class watch(ContextDecorator):  # noqa: N801  # read as a function, like context
 
     def _hook(self, module: nn.Module) -> Any:
         # Hooks of a compiled module would be compiled with it.
-        hook = torch.compiler.disable(self._probe)
+        hook = torch.compiler.disable(self._probe)  # type: ignore[no-untyped-call]
         # Register before the hooks of FSDP, which gather the parameters for the real pass.
         return module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 

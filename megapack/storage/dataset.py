@@ -44,6 +44,7 @@ from megapack.storage.index_file import (
 from megapack.storage.metadata import difference_from_files, read_meta, sampled_checksum
 from megapack.storage.remote.reader import RemotePair, RemoteRows, exists, open_remote_pair
 from megapack.storage.tokens import open_npy
+from megapack.units import counted
 
 
 class BinReader:
@@ -130,15 +131,14 @@ class IndexedDataset:
         code = self._index.header.dtype_code
         self.dtype: np.dtype[Any] = dtype_of_code(code, self._index.name)
         # Detect the dtype table of another tool: its token width differs, and so do the pointers.
-        expected = 0
-        for i in range(min(len(self), 64)):
-            if self._index.pointer(i) != expected:
-                raise FormatError(
-                    f"{self._index.name}: sequence {i} points at byte {self._index.pointer(i)}, "
-                    f"but {self.dtype.name} sequences before it end at {expected}; "
-                    "run `megapack-build verify` for the reason"
-                )
-            expected += self._index.length(i) * self.dtype.itemsize
+        lengths, pointers = self._index.first_sequences(64)
+        expected = (np.cumsum(lengths, dtype=np.int64) - lengths) * self.dtype.itemsize
+        for i in np.flatnonzero(pointers != expected).tolist():
+            raise FormatError(
+                f"{self._index.name}: sequence {i} points at byte {pointers[i]}, "
+                f"but {self.dtype.name} sequences before it end at {expected[i]}; "
+                "run `megapack-build verify` for the reason"
+            )
         self._modes = self._index.modes() if self.multimodal else None
 
     def _count_tokens(self, name: str, bin_bytes: int) -> int:
@@ -354,10 +354,10 @@ class IndexedDataset:
             raise FormatError(f"{prefix} was replaced after it was pickled; start the run again")
 
     def __repr__(self) -> str:
-        return (
-            f"IndexedDataset({self.prefix!r}: {self.num_documents} documents, {len(self)} "
-            f"sequences, {self.num_tokens} {self.dtype.name} tokens)"
-        )
+        numbers = {"document": self.num_documents, "sequence": len(self)}
+        numbers[f"{self.dtype.name} token"] = self.num_tokens
+        counts = ", ".join(counted(number, noun) for noun, number in numbers.items())
+        return f"IndexedDataset({self.prefix!r}: {counts})"
 
 
 def _frozen(array: NDArray[Any]) -> NDArray[Any]:

@@ -305,7 +305,8 @@ def _npy(path: Path, _: DTypeLike | None) -> Foreign:
     if lengths is not None and int(lengths.sum()) != array.size:
         raise FormatError(
             f"{path} has {array.size} tokens, but the documents of {bounds_path.name} have "
-            f"{int(lengths.sum())}: the files do not belong together; restore both, or remove it"
+            f"{int(lengths.sum())}: the files do not belong together; restore both, or remove "
+            f"{bounds_path.name}"
         )
     return Foreign(
         tokens_path=path,

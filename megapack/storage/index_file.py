@@ -303,6 +303,15 @@ class IndexFile:
     def pointer(self, sequence: int) -> int:
         return self._number(_POINTER, self.header.pointers_at + 8 * sequence)
 
+    def first_sequences(self, count: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """Return lengths and pointers of the first ``count`` sequences, or of all."""
+        count = min(count, self.num_sequences)
+        lengths, pointers = self.header.lengths_at, self.header.pointers_at
+        return (
+            self.bytes[lengths : lengths + 4 * count].view(np.int32),
+            self.bytes[pointers : pointers + 8 * count].view(np.int64),
+        )
+
     def _number(self, layout: struct.Struct, at: int) -> int:
         if self._checked is not None:
             self._checked.require(at, at + layout.size)

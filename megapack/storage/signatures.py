@@ -18,7 +18,7 @@ import shlex
 import struct
 import tarfile
 import zlib
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from megapack.storage.files import file_identity, open_regular
 
@@ -31,6 +31,7 @@ _LLM_C_OTHERS = {
     20240328: "a tokenizer of llm.c",
     20240527: "an optimizer state of llm.c",
 }
+_MDS_COMPRESSIONS = (".br", ".bz2", ".gz", ".snappy", ".zst", ".zstd")
 _NO_TOKENS = "it contains no plain token ids; import a file of tokens"
 _LITDATA = "read it with litdata, and add its documents to a megapack.IndexedDatasetBuilder"
 _TEXT = "it has text: megapack-build tokenize --input {path} --output-prefix corpus --tokenizer T"
@@ -99,7 +100,7 @@ def recognize(path: str | os.PathLike[str]) -> str | None:
     path = Path(path)
     if path.is_dir():
         return _recognize_folder(path)
-    if ".mds" in path.suffixes or path.name == "index.json":  # also shard.00000.mds.br
+    if is_mds_shard(path) or path.name == "index.json":
         folder = _indexed_folder(path.parent)
         if folder is not None or path.suffix != ".json":
             return folder or "a shard of MDS without its index.json: download the whole folder"
@@ -122,6 +123,12 @@ def recognize(path: str | os.PathLike[str]) -> str | None:
         or _shard(path, head, size)
         or _text(path, head)
     )
+
+
+def is_mds_shard(path: str | os.PathLike[str]) -> bool:
+    """Return whether a file's name is that of an MDS shard: ``.mds``, or ``.mds.br``."""
+    name = PurePath(os.fspath(path).lower())
+    return (name.with_suffix("") if name.suffix in _MDS_COMPRESSIONS else name).suffix == ".mds"
 
 
 def _llm_c(head: bytes) -> str | None:

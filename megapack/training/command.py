@@ -108,7 +108,7 @@ _HUB_FILES = {
 
 
 def check_hub(model: ModelConfig) -> None:
-    """Check within a second that models and tokenizers named as on the hub can be read, from the
+    """Check within seconds that models and tokenizers named as on the hub can be read, from the
     hub or its cache. transformers would retry for a minute. Raises ConfigError."""
     named = {key: str(getattr(model, key) or ".") for key in _HUB_FILES}
     named = {key: name for key, name in named.items() if not Path(name).exists()}
@@ -129,8 +129,8 @@ def check_hub(model: ModelConfig) -> None:
         if not cached:
             raise ConfigError(
                 f"model.{key} is {name!r}, which is neither a file or folder nor in the cache of "
-                "huggingface_hub, and the hub does not answer within a second: give a folder, or "
-                "connect this machine"
+                "huggingface_hub, and the hub does not answer: give a folder, or connect this "
+                "machine"
             )
 
 

@@ -1,4 +1,4 @@
-"""Plan of a run as text: model, steps, buckets, memory, time and cost.
+"""Plan of a run as text or JSON: model, steps, buckets, memory, time and cost.
 
 steps: 20,000 (200 of warmup), 4,312 per epoch
 tokens: 62,914,560,000 (3,145,728 per step)
@@ -8,16 +8,25 @@ time: 96.2 hours on 8 ranks at 40% MFU, assumed
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from json import dumps
 from typing import Any
 
 import numpy as np
 import torch
 import yaml
 
+from megapack.attention import Choice
 from megapack.config import to_dict
-from megapack.data.report import describe_fim, often_repeated, plan_run, steps_without_labels
+from megapack.data.report import (
+    RunPlan,
+    describe_fim,
+    often_repeated,
+    plan_run,
+    steps_without_labels,
+)
 from megapack.data.run import PlannedRun
 from megapack.data.schedule import Schedule, StageDraws
 from megapack.data.stage_settings import Window
@@ -28,11 +37,11 @@ from megapack.training.engine.deepspeed_config import deepspeed_configuration, d
 from megapack.training.engine.directory import RunDirectory
 from megapack.training.engine.inputs import Inputs, check_run, steps_from_lengths
 from megapack.training.model.flops import ModelFlops, peak_of
-from megapack.training.model.memory import estimate_memory
+from megapack.training.model.memory import MemoryEstimate, estimate_memory
 from megapack.training.model.opening import open_model
 from megapack.training.monitoring.monitor import segment_lengths
 from megapack.training.start import check_directory, check_newest, check_start
-from megapack.units import counted
+from megapack.units import counted, size
 
 _ASSUMED_MFU = 0.4
 _FLOPS_STEPS = 64  # the FLOPs of the run are extrapolated from this many steps
@@ -48,14 +57,16 @@ def dry_run(
     buckets: Sequence[int] | None = None,
     gpu_price: float | None = None,
     show_config: bool = False,
+    json: bool = False,
 ) -> str:
-    """Return the plan of a run as text, without computing on a device.
+    """Return the plan of a run, without computing on a device.
 
     Args:
         device: accelerator that the time is estimated for; None: that of this machine.
         lengths: document lengths (``read_lengths``) instead of the data; None: open the data.
         buckets: capacities that these documents are packed into.
         gpu_price: price of one device per hour.
+        json: return JSON (sizes in bytes, times in hours) instead of text.
 
     Raises the errors that would stop the run at its start.
     """
@@ -81,39 +92,143 @@ def dry_run(
         trees=config.data.attention == "tree",
     )
     flops = ModelFlops.of(model, architecture)
-    total = _flops_of_run(steps, ranks, flops)
-    schedule, rate = steps.schedule, config.learning_rate
-    micro_steps = -(-config.data.tokens_per_step // (config.data.micro_batch_tokens * ranks))
-    # Table of sources, or repeated documents of a single source.
-    plan = plan_run(schedule, steps.num_steps)
-    sources = [plan.table()] if len(schedule.samples.indices) > 1 else often_repeated(plan)
-    knows_labels = isinstance(steps, Inputs)
-    unlabeled = steps_without_labels(schedule, steps.num_steps) if knows_labels else None
-    stages = (
-        _stage(config, stage, end, ranks, schedule.settings_at(stage.begin).window)
-        for stage, end in schedule.spans(steps.num_steps)
+    # Read before estimate_memory replaces the tensors of the model, which unties shared ones.
+    description, num_parameters = model.description, model.num_parameters
+    zero = deepspeed_configuration(config, ranks)["zero_optimization"]
+    longest = steps.schedule.capacities[-1]
+    peak = peak_flops(device) if device is not None else peak_of(local_device)
+    flop = _flops_of_run(steps, ranks, flops)
+    plan = _Plan(
+        config=config,
+        ranks=ranks,
+        steps=steps,
+        run=plan_run(steps.schedule, steps.num_steps),
+        description=description,
+        num_parameters=num_parameters,
+        vocab_size=architecture.vocab_size,
+        vocabulary_is_assumed=bool(
+            lengths and config.model.vocab_size is None and not config.model.has_vocabulary
+        ),
+        attention=attention,
+        busiest_rank_over_mean=_balance(config, steps, ranks, flops),
+        memory=estimate_memory(model, config, ranks, longest=longest, zero=zero),
+        flop=flop,
+        hours=None if peak is None else flop / (peak * ranks * _ASSUMED_MFU) / 3600,
+        gpu_price=gpu_price,
     )
-    assumed = lengths and config.model.vocab_size is None and not config.model.has_vocabulary
-    sections = [
-        f"model: {model.description}; vocabulary {architecture.vocab_size:,}"
-        f"{' (assumed, see model.vocab_size)' * bool(assumed)}\n"
-        f"attention on this machine: {attention.name}, {attention.reason}",
-        f"steps: {steps.num_steps:,} ({rate.warmup(steps.num_steps):,} of warmup), "
-        f"{steps.steps_per_epoch:,} per epoch\n"
-        f"tokens: {schedule.tokens_before(steps.num_steps):,} "
-        f"({config.data.tokens_per_step:,} per step)\n"
-        f"epochs: {schedule.epochs(steps.num_steps):.3f}",
-        "\n".join(stages) + _balance(config, steps, ranks, flops),
-        *sources,
-        *([unlabeled] if unlabeled else []),
-        *_packed(schedule),
-        describe_reduction(config.engine, model.num_parameters, ranks, micro_steps),
-        _memory(config, model, steps, ranks),
-        _time(total, steps.num_steps, ranks, device, gpu_price),
-    ]
-    if show_config:
-        sections.append(yaml.safe_dump(to_dict(config), sort_keys=False).rstrip())
-    return "\n\n".join(sections)
+    shown = to_dict(config) if show_config else {}
+    if json:
+        return dumps({**plan.facts(), **({"config": shown} if shown else {})}, indent=2)
+    return "\n\n".join(
+        [*plan.sections(), *([yaml.safe_dump(shown, sort_keys=False).rstrip()] if shown else [])]
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """A planned run, as text and as JSON."""
+
+    config: PretrainConfig
+    ranks: int
+    steps: PlannedRun
+    run: RunPlan
+    description: str
+    num_parameters: int
+    vocab_size: int
+    vocabulary_is_assumed: bool
+    attention: Choice
+    busiest_rank_over_mean: tuple[float, float]  # per step, per micro step
+    memory: MemoryEstimate
+    flop: float
+    hours: float | None  # None: unknown device
+    gpu_price: float | None
+
+    @property
+    def cost(self) -> float | None:
+        if self.hours is None or self.gpu_price is None:
+            return None
+        return self.hours * self.ranks * self.gpu_price
+
+    @property
+    def micro_steps(self) -> int:
+        data = self.config.data
+        return -(-data.tokens_per_step // (data.micro_batch_tokens * self.ranks))
+
+    @property
+    def unlabeled(self) -> list[str]:
+        """A warning about steps without labels, or nothing. Lengths alone have no labels."""
+        if not isinstance(self.steps, Inputs):
+            return []
+        warning = steps_without_labels(self.steps.schedule, self.run.num_steps)
+        return [warning] if warning else []
+
+    def facts(self) -> dict[str, Any]:
+        """Return the figures as JSON; sizes in bytes."""
+        schedule, num_steps = self.steps.schedule, self.run.num_steps
+        per_step, per_micro_step = self.busiest_rank_over_mean
+        return {
+            "model": {
+                "description": self.description,
+                "parameters": self.num_parameters,
+                "vocab_size": self.vocab_size,
+                "attention": self.attention.name,
+            },
+            "num_steps": num_steps,
+            "warmup_steps": self.config.learning_rate.warmup(num_steps),
+            "steps_per_epoch": self.steps.steps_per_epoch,
+            "epochs": schedule.epochs(num_steps),
+            "tokens": schedule.tokens_before(num_steps),
+            "ranks": self.ranks,
+            "micro_steps": self.micro_steps,
+            "stages": [dataclasses.asdict(stage) for stage in self.run.stages],
+            "sources": [source._asdict() for source in self.run.datasets],
+            "busiest_rank_over_mean": {"step": per_step, "micro_step": per_micro_step},
+            "warnings": [*often_repeated(self.run), *self.unlabeled],
+            "zero_stage": self.config.engine.stage,
+            "memory": {**dataclasses.asdict(self.memory), "total": self.memory.total},
+            "flop": self.flop,
+            "mfu": _ASSUMED_MFU,
+            "hours": self.hours,
+            "cost": self.cost,
+        }
+
+    def sections(self) -> list[str]:
+        """Return the plan as text, in paragraphs."""
+        config, schedule, num_steps = self.config, self.steps.schedule, self.run.num_steps
+        stages = (
+            _stage(config, stage, end, self.ranks, schedule.settings_at(stage.begin).window)
+            for stage, end in schedule.spans(num_steps)
+        )
+        is_mixture = len(schedule.samples.indices) > 1
+        return [
+            f"model: {self.description}; vocabulary {self.vocab_size:,}"
+            f"{' (assumed, see model.vocab_size)' * self.vocabulary_is_assumed}\n"
+            f"attention on this machine: {self.attention.name}, {self.attention.reason}",
+            f"steps: {num_steps:,} ({config.learning_rate.warmup(num_steps):,} of warmup), "
+            f"{self.steps.steps_per_epoch:,} per epoch\n"
+            f"tokens: {schedule.tokens_before(num_steps):,} "
+            f"({config.data.tokens_per_step:,} per step)\n"
+            f"epochs: {schedule.epochs(num_steps):.3f}",
+            "\n".join(stages)
+            + "\nwork of the busiest rank over the mean, predicted: "
+            "{:.4f} per step, {:.4f} per micro step".format(*self.busiest_rank_over_mean),
+            *([self.run.table()] if is_mixture else often_repeated(self.run)),
+            *self.unlabeled,
+            *_packed(schedule),
+            describe_reduction(config.engine, self.num_parameters, self.ranks, self.micro_steps),
+            _memory(config, self.memory),
+            f"arithmetic: {self.flop:.3e} FLOP ({self.flop / num_steps:.3e} per step)\n"
+            + self._time(),
+        ]
+
+    def _time(self) -> str:
+        if self.hours is None:
+            return "time: unknown for this device; name one with --device (H100, A800, ...)"
+        on = f"on {counted(self.ranks, 'rank')} at {_ASSUMED_MFU:.0%} MFU, assumed"
+        cost = ""
+        if self.cost is not None:
+            cost = f"\ncost: {self.cost:,.2f} at {self.gpu_price:g} per rank and hour"
+        return f"time: {_duration(self.hours)} {on}{cost}"
 
 
 def _packed(schedule: Schedule) -> list[str]:
@@ -135,19 +250,18 @@ def _packed(schedule: Schedule) -> list[str]:
     return ["\n".join(rows)] if rows else []
 
 
-def _balance(config: PretrainConfig, plan: PlannedRun, ranks: int, flops: ModelFlops) -> str:
-    """Return the predicted work of the busiest rank over the mean, for steps of the whole run."""
+def _balance(
+    config: PretrainConfig, plan: PlannedRun, ranks: int, flops: ModelFlops
+) -> tuple[float, float]:
+    """Return the predicted work of the busiest rank over the mean, per step and per micro step,
+    for steps of the whole run."""
     sampler = plan.sampler(0, ranks)
     linear = flops.linear_cost_tokens * config.data.micro_batch_tokens
     busiest = np.zeros(3)  # busiest rank of a step, busiest of every micro step, mean of ranks
     for step in np.unique(np.linspace(0, plan.num_steps - 1, _BALANCE_STEPS).astype(int)).tolist():
         work = sampler.attention_of_ranks(step) + linear
         busiest += work.sum(axis=0).max(), work.max(axis=1).sum(), work.sum() / ranks
-    per_step, per_micro_step = busiest[:2] / busiest[2]
-    return (
-        f"\nwork of the busiest rank over the mean, predicted: {per_step:.4f} per step, "
-        f"{per_micro_step:.4f} per micro step"
-    )
+    return float(busiest[0] / busiest[2]), float(busiest[1] / busiest[2])
 
 
 def _stage(
@@ -159,12 +273,12 @@ def _stage(
     unit = "step" if settings.draws_per_step == 1 else "draw"
     each = f"samples/{unit}"
     rows = [f"{'bucket':>8} {unit + 's':>10} {'share':>7} {each:>13} {'per micro batch':>16}"]
-    size = config.engine.sequence_parallel_size
+    group = config.engine.sequence_parallel_size
     for stream, samples, count in zip(
         stage.buckets, stage.samples_per_draw, draws.tolist(), strict=True
     ):
         share = count / max(1, int(draws.sum()))
-        shared = ranks_per_micro_batch(stream.capacity, micro, size)
+        shared = ranks_per_micro_batch(stream.capacity, micro, group)
         per_batch = micro * shared // stream.capacity
         by = f"  of {shared} ranks" if shared > 1 else ""
         rows.append(
@@ -211,17 +325,14 @@ def _mix(stage: StageDraws, micro_steps: int, tokens: int) -> str:
     )
 
 
-def _memory(config: PretrainConfig, model: Any, plan: PlannedRun, ranks: int) -> str:
-    zero = deepspeed_configuration(config, ranks)["zero_optimization"]
-    memory = estimate_memory(model, config, ranks, longest=plan.schedule.capacities[-1], zero=zero)
-    lines = [f"{name:>22}: {size / 2**30:8.2f} GiB" for name, size in memory.parts.items()]
+def _memory(config: PretrainConfig, memory: MemoryEstimate) -> str:
+    lines = [f"{name:>22}: {size(part):>9}" for name, part in memory.parts.items()]
     # Attention needs memory in proportion to tokens, so the bucket does not matter.
     tokens = f"{config.data.micro_batch_tokens:,} tokens"
     title = f"memory per rank at its peak, estimated, the same in every bucket ({tokens})"
-    lines.append(f"{'together':>22}: {memory.total / 2**30:8.2f} GiB")
+    lines.append(f"{'together':>22}: {size(memory.total):>9}")
     if memory.on_host:
-        on_host = f"{memory.on_host / 2**30:8.2f} GiB (inputs of layers)"
-        lines.append(f"{'and on its host':>22}: {on_host}")
+        lines.append(f"{'and on its host':>22}: {size(memory.on_host):>9} (inputs of layers)")
     return "\n".join([f"{title}:", *lines])
 
 
@@ -237,21 +348,6 @@ def _flops_of_run(plan: PlannedRun, ranks: int, flops: ModelFlops) -> float:
         total += flops.step(sampler.num_positions(i), *segment_lengths(schedule, schedule.step(i)))
         tokens += schedule.stage_at(i).config.tokens_per_step
     return total / tokens * schedule.tokens_before(plan.num_steps)
-
-
-def _time(run: float, num_steps: int, ranks: int, device: str | None, price: float | None) -> str:
-    cuda = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    peak = peak_flops(device) if device is not None else peak_of(cuda)
-    text = f"arithmetic: {run:.3e} FLOP ({run / num_steps:.3e} per step)"
-    if peak is None:
-        return f"{text}\ntime: unknown for this device; name one with --device (H100, A800, ...)"
-    hours = run / (peak * ranks * _ASSUMED_MFU) / 3600
-    text += (
-        f"\ntime: {_duration(hours)} on {counted(ranks, 'rank')} at {_ASSUMED_MFU:.0%} MFU, assumed"
-    )
-    if price is not None:
-        text += f"\ncost: {hours * ranks * price:,.2f} at {price:g} per rank and hour"
-    return text
 
 
 def _duration(hours: float) -> str:

@@ -15,6 +15,7 @@ compared by their logs: final perplexity and mean rank over the last epoch.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import json
@@ -43,7 +44,8 @@ from megapack.training.model.architecture import (
     register_architectures,
 )
 from megapack.training.model.opening import check_document_positions, compute_dtype, open_model
-from megapack.training.validation import perplexity_by_context, validate_sources
+from megapack.training.validation import num_scored, perplexity_by_context, validate_sources
+from megapack.units import counted
 
 if TYPE_CHECKING:
     from megapack.data import PackedDataset
@@ -60,7 +62,22 @@ def main() -> int:
 
 
 def evaluate(args: argparse.Namespace) -> int:
+    """Print the results, and write them into --output; return the exit code."""
     logging.basicConfig(level=logging.WARNING)
+    with contextlib.redirect_stdout(sys.stderr if args.json else sys.stdout):
+        results = evaluations(args)
+    if results and args.json:
+        print(json.dumps(results, indent=2))
+    if results and args.output is not None:
+        args.output.mkdir(parents=True, exist_ok=True)
+        with atomic_write(args.output / "evaluation.json", "w") as file:
+            json.dump(results, file, indent=1)
+    return 0
+
+
+def evaluations(args: argparse.Namespace) -> dict[str, Any]:
+    """Print and return the results of models and runs; empty on all ranks but the first. Raises
+    ConfigError for options that do not fit together."""
     results: dict[str, Any] = {}
     for option, given in (("--model", args.model), ("--run", args.run)):
         if len({name for name, _ in given}) < len(given):
@@ -85,7 +102,7 @@ def evaluate(args: argparse.Namespace) -> int:
                 name: score(directory, documents, args, world) for name, directory in args.model
             }
         if not world.is_first:
-            return 0
+            return {}
         results["models"] = scored
         show_models(scored, args.output)
     if args.run:
@@ -97,11 +114,7 @@ def evaluate(args: argparse.Namespace) -> int:
             "nothing to do: give --model with --data, --blend or --lm-eval, or --run "
             "(megapack-build report RUN_DIR makes a page of one run)"
         )
-    if args.output is not None:
-        args.output.mkdir(parents=True, exist_ok=True)
-        with atomic_write(args.output / "evaluation.json", "w") as file:
-            json.dump(results, file, indent=1)
-    return 0
+    return results
 
 
 def check_documents(directory: str, documents: HeldOut, contexts: Sequence[int]) -> None:
@@ -146,6 +159,9 @@ def score(
         "micro_batch_tokens": args.micro_batch_tokens,
         "max_tokens": args.max_tokens,
     }
+    if world.is_first:
+        count = num_scored(filter(None, (documents[0], *documents[1].values())), args.max_tokens)
+        print(f"note: {directory}: scoring {counted(count, 'sample')}", file=sys.stderr)
     result: dict[str, Any] = validate_sources(model, *documents, **options).report()
     if args.contexts:
         dataset = IndexedDataset(args.data)
@@ -250,6 +266,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--model", **many, metavar="[NAME=]DIR", help="an exported model; may be repeated")
     add("--run", **many, metavar="[NAME=]DIR", help="a run to compare by its log; may be repeated")
     add("--output", type=Path, help="directory for evaluation.json and plots")
+    add("--json", action="store_true", help="print the results as JSON")
     add = parser.add_argument_group("held-out documents").add_argument
     add("--data", help="prefix of the documents")
     blend = "manifest, to score the held-out documents of its sources"

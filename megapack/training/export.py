@@ -65,7 +65,11 @@ def export_checkpoint(args: argparse.Namespace) -> int:
         finally:
             if world.is_first:
                 shutil.rmtree(scratch, ignore_errors=True)
+        run = RunDirectory(config.run_dir)
         if world.is_first:
+            # A run that still trains records the model at its next checkpoint.
+            if run.has_ended and output.absolute().is_relative_to(run.path.absolute()):
+                run.record("export")
             print(f"{tag}: {output}")
     return 0
 

@@ -19,8 +19,8 @@ import json
 import os
 import sys
 from dataclasses import replace
-from typing import Any
 
+from megapack.command_line import PrintAction
 from megapack.config import check_positive
 from megapack.data.blend import BlendConfig
 from megapack.errors import ConfigError
@@ -41,7 +41,7 @@ LENGTHS = (
     "plan without a dataset: a .npy file with the tokens of each document, or "
     "lognormal:MEAN,MEDIAN,DOCUMENTS (lognormal:999,603,1e6 is like 1e6 documents of FineWeb-Edu)"
 )
-_PLAN = ("world_size", "device", "lengths", "buckets", "gpu_price", "show_config")
+_PLAN = ("world_size", "device", "lengths", "buckets", "gpu_price", "show_config", "json")
 
 
 def main() -> int:
@@ -121,15 +121,8 @@ def integers(text: str) -> list[int]:
 _SCHEMAS = {"config": PretrainConfig, "manifest": BlendConfig}
 
 
-class _PrintSchema(argparse.Action):
-    """Option that prints a JSON Schema and ends the program."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: Any = None
-    ) -> None:
-        del namespace, option
-        print(json.dumps(json_schema(_SCHEMAS[values]), indent=2))
-        parser.exit()
+def _schema(_: argparse.ArgumentParser, name: str) -> str:
+    return json.dumps(json_schema(_SCHEMAS[name]), indent=2)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -137,8 +130,13 @@ def build_parser() -> argparse.ArgumentParser:
     recipes = f"YAML file, or one of the recipes {', '.join(RECIPES)}"
     parser.add_argument("--config", required=True, help=recipes)
     add_overrides(parser)
-    schema = "print the JSON Schema of --config, or of the manifest of a blend, and exit"
-    parser.add_argument("--print-schema", action=_PrintSchema, choices=list(_SCHEMAS), help=schema)
+    parser.add_argument(
+        "--print-schema",
+        action=PrintAction,
+        text=_schema,
+        choices=list(_SCHEMAS),
+        help="print the JSON Schema of --config, or of the manifest of a blend, and exit",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the plan and start nothing")
     profile = "trace these steps, as in 100:105 (SIGUSR2 to a rank traces its next five)"
     parser.add_argument("--profile", metavar="BEGIN:END", help=profile)
@@ -158,6 +156,7 @@ def build_parser() -> argparse.ArgumentParser:
     buckets = "buckets for --lengths, as in 1024,2048,4096"
     plan("--buckets", type=integers, metavar="N,...", help=buckets)
     plan("--show-config", action="store_true", help="print the full configuration, too")
+    plan("--json", action="store_true", help="print the plan as JSON")
     return parser
 
 

@@ -223,6 +223,7 @@ def prepare(
     engine = start_engine(model, config, world)
     state: dict[str, Any] = {}
     if resume is not None:
+        logger.info("loading %s", resume.tag)
         resume_store.load(engine, resume)
         state = resume.manifest.state
 
@@ -245,6 +246,7 @@ def prepare(
             inputs.decisions.write(run.path)
         for problem in run.truncate_logs(inputs.schedule.tokens_before(start_step)):
             logger.warning("%s", problem)
+        run.record("start", inputs.recorded_files())
 
     world.on_first(write_start)  # before any rank appends to the logs
     trainer = Trainer(
@@ -269,6 +271,7 @@ def train(trainer: Trainer, signals: StopSignals, tokenizer: Any) -> int:
     world, run = trainer.world, trainer.run_dir
     reason = trainer.run(signals)
     if reason == "done" and trainer.config.checkpoint.export:
+        logger.info("exporting the model")
         end = end_token(trainer.inputs.data.datasets)
         export_model(trainer.engine, run.model, world, tokenizer=tokenizer, end=end)
         logger.info("model for from_pretrained: %s", run.model)
@@ -319,6 +322,8 @@ def find_checkpoint(
 
     if section.resume == "auto" or is_rollback:
         fallback = section.fallback or is_rollback
+        if tags_in(run.checkpoints):
+            logger.info("checking the newest checkpoint (checkpoint.verify: %s)", section.verify)
         resume = store.find(verify=section.verify, fallback=fallback, among=is_before)
         if resume is None and (mirror := store.mirror) is not None:
             tag = world.on_first(lambda: mirror.restore(run.checkpoints, at_most))

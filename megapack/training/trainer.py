@@ -28,7 +28,7 @@ from megapack.data.resume import ORDER_FIELDS, content_digests
 from megapack.data.run import Decision, Decisions
 from megapack.data.steps import fold_key
 from megapack.errors import MegapackError
-from megapack.probe import SegmentPlaces, check_rows
+from megapack.probe.rows import check_rows, probed_labels
 from megapack.training.autopilot import Spike, SpikeFound, SpikeWatch, next_mixture, report_of, skip
 from megapack.training.config import PretrainConfig
 from megapack.training.engine.checkpoint import CheckpointStore, Resume
@@ -37,11 +37,10 @@ from megapack.training.engine.engine import train_step
 from megapack.training.engine.inputs import Inputs, verify_files
 from megapack.training.engine.world import World
 from megapack.training.model.flops import ModelFlops
-from megapack.training.model.loss import IGNORED_LABEL
 from megapack.training.model.training_model import on_device
 from megapack.training.monitoring.monitor import Monitor, StepWork
 from megapack.training.monitoring.signals import Agreement, StepProfiler, StopSignals
-from megapack.training.validation import validate_sources
+from megapack.training.validation import num_scored, validate_sources
 
 logger = logging.getLogger("megapack")
 
@@ -101,27 +100,6 @@ class BatchTrace:
             line["sample_ids"] = batch["sample_ids"].tolist()
             append_jsonl(self._path, line)
             yield batch
-
-
-def probed_labels(batch: Mapping[str, Any]) -> torch.Tensor:
-    """Return the labels that a probe reads: logits of a large vocabulary cost more than the model.
-
-    Keeps those at the start, the middle (where a token is changed) and the end of every document,
-    and each 64th in between. Keeps all in prefix trees, or if a document with labels would keep
-    none.
-    """
-    labels: torch.Tensor = batch["labels"].cpu()
-    if "kv_index" in batch:
-        return labels
-    segments = SegmentPlaces.of(batch)
-    of_token = segments.of_token(labels.numel())
-    positions = segments.positions().flatten()
-    lengths = segments.lengths[of_token]
-    kept = (positions < 4) | (positions % 64 == 0) | (positions >= lengths - 3)
-    kept |= (positions - lengths // 2).abs() <= 2
-    few = labels.masked_fill(~kept.view_as(labels), IGNORED_LABEL)
-    with_labels, kept_documents = ({*of_token[x.flatten() >= 0].tolist()} for x in (labels, few))
-    return few if with_labels == kept_documents else labels
 
 
 class Trainer:
@@ -189,6 +167,8 @@ class Trainer:
         try:
             if self.validation_is_due and self.done and self.world.on_first(self.not_validated):
                 self.validate()
+            if self.done < self.end:
+                logger.info("training steps %s to %s", f"{self.done + 1:,}", f"{self.end:,}")
             stopped = None
             while stopped is None:
                 try:
@@ -200,6 +180,8 @@ class Trainer:
             self.profiler.close()
             self.monitor.close()
             self.finish_save()
+            if self.store.mirror is not None:
+                logger.info("waiting for the mirror, %s", self.store.mirror.address)
             self.store.wait_for_mirror()
         except FloatingPointError:  # on all ranks; finish a checkpoint that was begun earlier
             self.finish_save()
@@ -327,27 +309,36 @@ class Trainer:
         decisions = decisions.with_new(decision)
         inputs = Inputs(self.config, decisions)  # raises before an invalid stage is written
         self.check_files(inputs)
-        self.world.on_first(lambda: decisions.write(self.run_dir.path))
+
+        def write() -> None:
+            decisions.write(self.run_dir.path)
+            self.run_dir.record("decision")
+
+        self.world.on_first(write)
         self.decisions = decisions
         return inputs
 
     def check_files(self, inputs: Inputs | None = None) -> None:
         """Check that the data files are those that the run started with; collective. Without
         freshly opened ``inputs``, opens the files only if the inode, size or modification time of
-        one changed. Raises ResumeError if samples, bytes or the manifest changed."""
+        one changed, once per host. Raises ResumeError on all ranks if samples, bytes or the
+        manifest changed."""
         problem = None
         stamps = self.inputs.file_stamps()
-        if inputs is not None or stamps != self.stamps:
+        changed = [path for path, stamp in stamps.items() if stamp != self.stamps[path]]
+        reads = self.world.is_first_of_host() and bool(changed)
+        if inputs is not None or reads:
             try:
                 inputs = inputs or Inputs(self.config, self.decisions)
                 problem = self._difference(inputs)
-                if problem is None and stamps != self.stamps:
+                if problem is None and reads:
                     verify_files(inputs)  # the digests are of sampled blocks
             except (MegapackError, OSError) as error:
                 problem = str(error)
-        changed = [path for path, stamp in stamps.items() if stamp != self.stamps[path]]
-        what = f"the data changed while the run was reading them ({', '.join(changed[:3])}). "
-        what += "Restore the files, and start the run again from its last checkpoint"
+        if problem is not None and changed:
+            problem = f"{', '.join(changed[:3])}: {problem}"
+        what = "the data changed while the run was reading them. Restore the files, and start the "
+        what += "run again from its last checkpoint"
         self.world.fail_together(problem, what)
         self.stamps = stamps  # the files may be new copies with the same content
 
@@ -387,9 +378,12 @@ class Trainer:
             self.run_dir.path / "config.yaml",
         )
         self.restore_monitors(state, start)
-        self.world.on_first(
-            lambda: self.run_dir.truncate_logs(inputs.schedule.tokens_before(start))
-        )
+
+        def truncate() -> None:
+            self.run_dir.truncate_logs(inputs.schedule.tokens_before(start))
+            self.run_dir.record("rollback")
+
+        self.world.on_first(truncate)
         self.saved = self.begun = start
         self.resume(inputs, start)
 
@@ -461,6 +455,8 @@ class Trainer:
             micro_batch_tokens=self.config.data.micro_batch_tokens,
             max_tokens=self.config.evaluation.max_tokens,
         )
+        count = num_scored(self.inputs.held_out, self.config.evaluation.max_tokens)
+        logger.info("after step %d: validating on %s samples", self.done, f"{count:,}")
         result = score()
         report = result.report()
         if (average := self.engine.weight_average) is not None:
@@ -496,6 +492,7 @@ class Trainer:
             state["decisions"] = self.decisions.tree
         if self.watch is not None:
             state["watch"] = self.world.on_first(self.watch.state)
+        logger.info("saving step %d", self.done)
         self.save_began = time.perf_counter()
         try:
             self.store.begin(self.engine, self.done, self.tokens_seen, state)
@@ -515,6 +512,7 @@ class Trainer:
             return
         self.saved = self.begun
         self.set_step(self.done)
+        self.world.on_first(lambda: self.run_dir.record("checkpoint"))
         logger.info(
             "saved %s: training waited %.2f s, on the disk after %.2f s",
             *(self.store.directory / tag, self.save_waited, time.perf_counter() - self.save_began),

@@ -117,6 +117,12 @@ def validate(
     )
 
 
+def num_scored(datasets: Iterable[PackedDataset], max_tokens: int | None) -> int:
+    """Return the number of samples that ``validate`` scores in all datasets."""
+    buckets = ((data, int(c)) for data in datasets for c in data.samples.indices[0].bucket_capacity)
+    return sum(len(_sample_ids(data, capacity, max_tokens)) for data, capacity in buckets)
+
+
 def validate_sources(
     model: Any, data: PackedDataset | None, sources: Mapping[str, PackedDataset], **how: Any
 ) -> ValidationResult:

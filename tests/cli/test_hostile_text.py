@@ -124,6 +124,8 @@ export {root}/good.samples --format {name}
 import {root}/{name}.idx {root}/i
 report {root}/{name}
 simulate {root}/{name}
+proxy {root}/{name}.yaml {root}/p --scale 1/4
+mixtures {root}/{name}.yaml {root}/p --scale 1/4
 train-tokenizer --input {root}/{name} --output {root}/t
 arrange {root}/{name}.json --output {root}/ar.json
 {name} {name}

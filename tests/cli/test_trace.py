@@ -183,7 +183,7 @@ def test_excluded_documents_are_hidden(config: Path) -> None:
     config.with_name("masking.yaml").write_text(yaml.safe_dump(blend))
     config.with_name("gone.txt").write_text("7\n30\n")
     masking = ("--set", f"data.blend={config.with_name('masking.yaml')}")
-    [found] = ask(config, *masking, "--excluded")
+    [found] = ask(config, *masking, "--exclusions")
     plain = [ask(config, "--document", f"web:{d}")["samples"] for d in (7, 30)]
     steps = [i for samples in plain for shown in samples for i in shown["steps"]]
     assert max(steps) >= 20 > found["last_seen"] == max(i for i in steps if i < 20)
@@ -197,9 +197,9 @@ def test_excluded_documents_are_hidden(config: Path) -> None:
     assert shown["masked_from"] == 20
     before = [[i for i in sample["steps"] if i < 20] for sample in plain[0]]
     assert [sample["steps"] for sample in shown["samples"]] == before and any(before)
-    for question in (("--document", "web:7"), ("--excluded",)):
+    for question in (("--document", "web:7"), ("--exclusions",)):
         assert "20" in printed("trace", config, *masking, *question)
-    assert "no stage excludes any" in printed("trace", config, "--excluded")
+    assert "no stage excludes any" in printed("trace", config, "--exclusions")
 
 
 def test_written_skips_show_what_the_run_without_them_draws(config: Path) -> None:

@@ -17,14 +17,14 @@ from megapack.cli.main import COMMANDS, build_parser
 ALL = sorted(COMMANDS)
 READ_DATASETS = {"pack", "compare", "merge", "verify", "repair", "inspect", "upload"}
 EDIT = {"column"}
-READ_RUNS = {"trace", "report", "simulate"}
+READ_RUNS = {"trace", "audit", "report", "simulate", "proxy", "mixtures"}
 WRITE = {"tokenize", "train-tokenizer", "pack", "arrange", "compare", "merge", "import", "export"}
 # Spellings that another option has replaced.
 GIVEN_UP = ("--document-end-token", "--force", "--output-file", "--num-workers", "--num-threads")
 SHARED = {
     *("--overwrite", "--dry-run", "--json", "--threads", "--workers", "--seed", "--output-prefix"),
     *("--output", "--tokenizer", "--eod-token", "--vocab-size", "--dtype", "--set"),
-    *("--alignment", "--fim-room", "--groups", "--column", "--no-tokens"),
+    *("--alignment", "--fim-room", "--groups", "--column", "--document", "--no-tokens"),
 }
 
 

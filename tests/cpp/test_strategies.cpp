@@ -96,6 +96,17 @@ void run_all(const std::vector<Length>& lengths, std::int64_t capacity) {
         }
     }
     MEGAPACK_RUN(decompose, DecomposeRules{{4, 8, 16}});
+    std::vector<std::int64_t> second;
+    for (std::int64_t i = 0; i < ssize(lengths); ++i) second.push_back(i * i % 7);
+    for (const std::int64_t pool_size : {1, 7, 1000})
+        for (const std::int64_t max_segments : {0, 7}) {
+            BucketRules rules;
+            rules.capacities = buckets;
+            rules.pool_size = pool_size;
+            rules.max_segments = max_segments;
+            rules.overflow = max_segments == 0 ? Overflow::kPromote : Overflow::kPad;
+            MEGAPACK_RUN(bucket_second, BucketSecondRules{rules, second, {2, 6, 9}});
+        }
 }
 
 std::vector<std::vector<std::int64_t>> inputs() {

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import json
 import pickle
+import re
+from dataclasses import fields
 from fractions import Fraction
 from pathlib import Path
 
@@ -27,6 +30,7 @@ from megapack.data import (
     load_blend,
     open_blend,
 )
+from megapack.data.blend import Mixture
 from megapack.data.bucket_streams import bucket_streams, buckets_of, whole_shares
 from megapack.errors import ConfigError, MegapackWarning
 from tests.data.corpora import (
@@ -93,6 +97,9 @@ def test_batches_of_a_manifest_name_their_sources(tmp_path: Path) -> None:
     assert config.max_epochs == 8
     packed = open_blend(config)
     assert packed.samples.names == ["n5", "n6", "n7"]
+    arrays = open_blend(config, framework="numpy")[3]
+    assert isinstance(arrays["tokens"], np.ndarray)
+    assert np.array_equal(arrays["tokens"], packed[3]["tokens"])
     schedule = Schedule(packed, tokens_per_step=256, seed=1)
     seen_sources = set()
     for batch in build_loader(packed, schedule, **of_rank(num_steps=20)):
@@ -102,6 +109,13 @@ def test_batches_of_a_manifest_name_their_sources(tmp_path: Path) -> None:
             assert values == {0 if owner < 0 else 5 + owner}
             seen_sources.add(owner)
     assert seen_sources >= {0, 1, 2}
+
+
+def test_a_blend_opens_with_every_option_that_a_manifest_lacks() -> None:
+    of_manifest = {field.name for field in fields(Mixture)}
+    of_manifest |= {"dataset", "index", "mixture", "labels", "token_weights"}
+    options = inspect.signature(PackedDataset).parameters.keys() - of_manifest
+    assert len(options) > 5 and options <= inspect.signature(open_blend).parameters.keys()
 
 
 def test_different_begin_or_end_tokens_of_sources_are_reported(tmp_path: Path) -> None:
@@ -167,8 +181,11 @@ def test_bad_manifests_are_refused(tmp_path: Path) -> None:
     one = _write(tmp_path, 0, 9, 5)
     with pytest.raises(ConfigError, match="2 datasets and 1 indices"):
         PackedDataset([one, one], [f"{one}.samples"])
-    for labels in ("x", [None], ["auto"] * 3, ["auto", "x"]):
-        with pytest.raises(ConfigError, match=r"labels is .*; (give|it must be) 'auto' or "):
+    with pytest.raises(ConfigError, match="labels is 'x'; it must be 'auto' or a list"):
+        PackedDataset([one, one], [f"{one}.samples"] * 2, labels="x")  # type: ignore[arg-type]
+    for labels in ([None], ["auto"] * 3, ["auto", "x"]):
+        problem = re.escape(f"labels is {labels}; give 'auto' or None, or a list with one of them ")
+        with pytest.raises(ConfigError, match=f"{problem}for each of 2 datasets"):
             PackedDataset([one, one], [f"{one}.samples"] * 2, labels=labels)  # type: ignore[arg-type]
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megapack.data import PackedDataset, Schedule
+from megapack.integrations.dialects import MEGATRON, OLMO_CORE, TRANSFORMERS, emit, loss_terms
 from tests.data.corpora import STEP_TOKENS
 from tests.data.corpora import small_loader as loader
 
@@ -70,3 +71,19 @@ def test_loader_frees_everything_after_an_early_exit(packed: PackedDataset) -> N
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() == before
     assert not [t for t in threading.enumerate() if t.name == "megapack-prefetch"]
+
+
+def test_batches_on_a_device_are_converted_like_those_of_the_cpu(packed: PackedDataset) -> None:
+    of_cpu, of_device = (list(loader(packed, num_steps=2, device=d)) for d in (None, "cuda"))
+    for dialect in (TRANSFORMERS, MEGATRON, OLMO_CORE):
+        for here, there in zip(of_cpu, of_device, strict=True):
+            wanted = emit(here, dialect)
+            for name, value in emit(there, dialect).items():
+                is_tensor = isinstance(value, torch.Tensor)
+                assert not is_tensor or value.is_cuda, name
+                same = (
+                    torch.equal(value.cpu(), wanted[name]) if is_tensor else value == wanted[name]
+                )
+                assert same, name
+            terms = zip(loss_terms(here, dialect), loss_terms(there, dialect), strict=True)
+            assert all(there.is_cuda and torch.equal(there.cpu(), here) for here, there in terms)

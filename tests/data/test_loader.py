@@ -75,7 +75,7 @@ def test_devices_that_do_not_exist_are_refused_at_once(
 
 def test_arguments_of_other_loaders_are_explained(packed: PackedDataset) -> None:
     for name, message in (
-        ("num_workers", "one thread prepares batches, and prefetch is"),
+        ("num_workers", "one thread prepares `prefetch` batches in"),
         ("shuffle", "order and seed belong to Schedule"),
     ):
         with pytest.raises(ConfigError, match=f"unknown argument '{name}'; {message}"):
@@ -324,6 +324,15 @@ def test_sampler_is_torchs(packed: PackedDataset, num_workers: int, start: str |
     assert len(torch_loader) == len(own_loader)
     for tokens, batch in zip(torch_loader, own_loader, strict=True):
         assert torch.equal(tokens, batch["tokens"])
+
+
+def test_damaged_states_of_the_sampler_are_refused(packed: PackedDataset) -> None:
+    micro_batches: Any = iter(_sampler(packed))
+    state = micro_batches.state_dict()
+    for damaged in ({**state, "micro_step": "x"}, {**state, "step": None}, {"step": 3}, None):
+        with pytest.raises(ResumeError, match=r"the saved state of the sampler is damaged \("):
+            micro_batches.load_state_dict(damaged)
+    micro_batches.load_state_dict(state)
 
 
 @pytest.mark.multiprocess

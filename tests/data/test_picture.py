@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 
 from megapack import IndexedDatasetBuilder, PackedDataset, Schedule, pack
 from megapack.data.picture import Bar, picture
@@ -13,11 +15,12 @@ from megapack.data.picture import Bar, picture
 LENGTHS = np.array([5, 3, 40, 17, 60, 9, 30, 30])
 
 
-def opened(tmp_path: Path) -> PackedDataset:
+def opened(tmp_path: Path, framework: Any = "torch") -> PackedDataset:
     with IndexedDatasetBuilder(tmp_path / "docs") as builder:
         for length in LENGTHS:
             builder.add_document(range(1, length + 1))
-    return PackedDataset(tmp_path / "docs", pack(LENGTHS, buckets=[32, 64]))
+    index = pack(LENGTHS, buckets=[32, 64])
+    return PackedDataset(tmp_path / "docs", index, framework=framework)
 
 
 def parts(html: str) -> tuple[list[int], list[int]]:
@@ -26,14 +29,18 @@ def parts(html: str) -> tuple[list[int], list[int]]:
     return pieces, [int(n) for n in re.findall(r"title='(\d+) of padding'", html)]
 
 
-def test_a_sample_shows_its_documents_and_its_padding(tmp_path: Path) -> None:
-    data = opened(tmp_path)
+@pytest.mark.parametrize("framework", ["torch", "numpy"])
+def test_a_sample_shows_its_documents_and_its_padding(tmp_path: Path, framework: str) -> None:
+    data = opened(tmp_path, framework)
     shown = []
     for i in range(len(data)):
         sample = data[i]
-        pieces, padding = parts(sample._repr_html_())  # type: ignore[attr-defined]
+        html = sample._repr_html_()  # type: ignore[attr-defined]
+        pieces, padding = parts(html)
         assert pieces == [n for _, _, n in data.samples.segments(i)[1]]
         assert sum(pieces) + sum(padding) == len(sample["tokens"])
+        labeled = float(np.mean(np.asarray(sample["loss_mask"]) != 0))
+        assert f"{labeled:.1%} of the positions" in html
         shown += pieces
     assert sorted(shown) == sorted(LENGTHS), "every document, whole"
 

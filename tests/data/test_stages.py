@@ -540,7 +540,7 @@ def test_a_golden_state_is_written_and_resumed() -> None:
 
 
 def test_a_new_stage_among_skipped_steps_is_refused_after_the_skip() -> None:
-    """It would change what the steps already taken skipped."""
+    """The stage would change which draws the steps already taken have skipped."""
     index = [pack([16] * count, "bucket", buckets=(16,)) for count in (40, 24)]
 
     def run(*later: Stage) -> Schedule:

@@ -8,15 +8,17 @@ from __future__ import annotations
 import json
 import random
 import re
+import shutil
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from pyarrow import Table, parquet
 
 from megapack.packing import pack
-from megapack.storage import IndexedDataset
+from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from tests.hosts.processes import ROOT, environment_of, finish, marks_of, trees_of
 
 TREES = trees_of("NANOCHAT")
@@ -69,6 +71,19 @@ def test_base_train_learns_from_packed_rows_and_resumes_on_them(tree: Path, base
     assert state["dataloader_state_dict"]["megapack"]["step"] == 6
     resumed = losses_of(launched(tree, base, example, "climb", *OPTIONS, "--resume-from-step=3"))
     assert resumed == pytest.approx({step: whole[step] for step in range(3, STEPS)}, abs=1e-4)
+    # Other bytes of the same lengths, which the index does not show.
+    documents = IndexedDataset(base / "climb")
+    for name in ("climb.bin", "climb.meta.json"):
+        shutil.copy(base / name, base / f"{name}.kept")
+    tokens, ends = np.array(documents.tokens), np.cumsum([0, *documents.document_lengths])
+    tokens[1::7] = tokens[2::7][: len(tokens[1::7])]
+    options = {"vocab_size": documents.vocab_size, "overwrite": True}
+    with IndexedDatasetBuilder(base / "climb", documents.dtype, **options) as builder:
+        builder.add_documents(tokens, ends)
+    with pytest.raises(AssertionError, match=r"ResumeError.*data\.content was"):
+        launched(tree, base, example, "climb", *OPTIONS, "--resume-from-step=3")
+    for name in ("climb.bin", "climb.meta.json"):
+        shutil.move(base / f"{name}.kept", base / name)
 
 
 ONE_EPOCH = f"""

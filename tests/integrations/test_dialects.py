@@ -220,6 +220,7 @@ def test_segments_are_numbered_from_1_in_every_row_and_padding_is_0(name: str) -
     assert of_targets.tolist() == [[1, 1, 2, 0, 0], [1, 1, 1, 1, 0]]
     assert told["targets"].tolist() == [[6, 7, 9, 0, 0], [4, 5, 6, 7, 0]]
     assert {value.dtype for value in told.values()} == {np.dtype(np.int32)}
+    assert told[dialect.positions] is told[dialect.target_positions], "converted and copied once"
 
 
 def test_transformers_names_are_those_of_its_attention() -> None:

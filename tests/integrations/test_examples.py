@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import runpy
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from megapack.data import PackedDataset
 from megapack.packing import pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from tests.integrations.harness import run_forked
@@ -103,3 +105,44 @@ def test_the_megatron_core_example_learns(corpus: Path) -> None:
 def test_the_readme_lists_every_example() -> None:
     text = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     assert all(path.name in text for path in EXAMPLES.glob("*.py"))
+
+
+def test_the_image_example_learns() -> None:
+    losses = run_example("image_documents.py", ["--documents", "400", "--steps", "12"])
+    assert len(losses) == 12 and losses[-1] < 0.6 * losses[0]
+
+
+def test_packed_documents_with_images_equal_the_documents_alone(tmp_path: Path) -> None:
+    """Loss and every gradient, in float64; with the images in another order the loss differs."""
+    torch = importlib.import_module("torch")
+    example = runpy.run_path(str(EXAMPLES / "image_documents.py"))
+    example["write_documents"](tmp_path, 60)
+    prefix, images = tmp_path / "pages", np.load(tmp_path / "images.npy").astype(np.float64)
+    dataset = IndexedDataset(prefix)
+    model = example["build_model"]().double().eval()
+
+    def gradients(loss: Any) -> list[Any]:
+        model.zero_grad()
+        loss.backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    data = PackedDataset(prefix, f"{prefix}.samples", columns=["image"])
+    packed = data.micro_batch(range(len(data)))
+    assert len(packed["cu_seqlens"]) > 60 and (packed["image"] >= 0).sum() > 50
+    loss = example["sum_of_losses"](model, packed, images)
+
+    alone = torch.zeros((), dtype=torch.float64)
+    for begin, end in pairwise(dataset.document_offsets.tolist()):
+        tokens = torch.from_numpy(dataset.tokens[begin:end].astype(np.int64))
+        rows = dataset.columns["image"].rows[begin:end]
+        pixels = {"pixel_values": torch.from_numpy(images[rows[rows >= 0]])}
+        logits = model(tokens[None], **(pixels if (rows >= 0).any() else {})).logits[0, :-1]
+        kept = tokens[1:] != example["IMAGE_TOKEN"]
+        alone += torch.nn.functional.cross_entropy(logits[kept], tokens[1:][kept], reduction="sum")
+    assert loss.item() == pytest.approx(alone.item(), rel=1e-12)
+    ours, theirs = gradients(loss), gradients(alone)
+    assert len(ours) == len(theirs) > 40
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
+    wrong = example["sum_of_losses"](model, packed, np.roll(images, 1, axis=0))
+    assert wrong.item() != pytest.approx(alone.item(), rel=1e-6)

@@ -127,8 +127,24 @@ def test_a_state_continues_with_the_next_step_on_other_processes(corpus: Path) -
     other = Schedule(dataset, tokens_per_step=STEP, row_tokens=ROW, seed=7)
     with pytest.raises(ResumeError, match="seed"):
         PackedSteps(dataset, other).set_state(state)
+    for damaged in (None, {}, {**state, "step": "x"}, {**state, "data.content": 1}):
+        with pytest.raises(ResumeError, match=r"is damaged|this is not the state"):
+            resumed.set_state(damaged)  # type: ignore[arg-type]
     steps.close()
     halves.close()
+
+
+def test_a_state_of_other_bytes_is_refused(corpus: Path, tmp_path: Path) -> None:
+    state = json.loads(json.dumps(PackedSteps(*opened(corpus)).get_state()))
+    documents, other = IndexedDataset(corpus), tmp_path / "text"
+    with IndexedDatasetBuilder(other, documents.dtype, vocab_size=1000) as builder:
+        builder.add_documents(documents.tokens ^ 1, np.cumsum([0, *documents.document_lengths]))
+    index = pack(documents.document_lengths, buckets=[16, 32, ROW])
+    index.save(other.with_suffix(".samples"), source=IndexedDataset(other))
+    steps = PackedSteps(*opened(other))
+    with pytest.raises(ResumeError, match=r"data\.content was .* and is .*"):
+        steps.set_state(state)
+    steps.set_state(steps.get_state())
 
 
 def test_what_jax_cannot_use_is_refused(corpus: Path) -> None:
@@ -148,6 +164,16 @@ def test_what_jax_cannot_use_is_refused(corpus: Path) -> None:
         PackedSteps(*opened(corpus, "torch"))
     with pytest.raises(ConfigError, match=f"add row_tokens={ROW}"):
         PackedSteps(dataset, Schedule(dataset, tokens_per_step=STEP))
+    for size in (3, 8, 0, -1):
+        with pytest.raises(ConfigError) as refusal:
+            PackedSteps(dataset, schedule, data_parallel_size=size)
+        text = str(refusal.value)
+        assert f"data_parallel_size is {size}, and a step has 4 rows of 64 tokens" in text
+        assert "one of [1, 2, 4]" in text and f"multiple of {max(1, size) * ROW}" in text
+        assert "micro_batch_tokens" not in text, "PackedSteps has no such argument"
+    for wrong in ({"data_parallel_size": "2"}, {"data_paralel_rank": 0}):
+        with pytest.raises(ConfigError, match=r"PackedSteps: .*data_paral"):
+            PackedSteps(dataset, schedule, **wrong)
     mixed = Schedule(
         dataset, tokens_per_step=STEP, row_tokens=ROW, mix="micro_step", micro_step_tokens=128
     )

@@ -127,6 +127,10 @@ def test_state_of_other_rows_is_refused(corpus: IndexedDataset) -> None:
     for damaged in ({"consumed_rows": 3}, {**state, "consumed_rows": "x"}, {**state, "program": 7}):
         with pytest.raises(ResumeError, match=r"the saved state of the rows is damaged \("):
             first.load_state_dict(damaged)
+    program = json.loads(state["program"])
+    for changes in ({"step": None}, {"indices": 3}, {"data.content": 7}):
+        with pytest.raises(ResumeError, match=r"the saved state of the data is damaged \("):
+            first.load_state_dict({**state, "program": json.dumps(program | changes)})
 
 
 def test_other_bytes_of_the_same_lengths_are_refused(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ import torch
 from accelerate import Accelerator
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
 from torch.nn.functional import cross_entropy
 from transformers import (
     LlamaConfig,
@@ -21,6 +25,7 @@ from transformers import (
     MixtralForCausalLM,
     TrainingArguments,
 )
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from megapack import attention
@@ -555,6 +560,81 @@ def test_changes_outside_of_the_arguments_are_refused_at_resume(
             train(2, frozen="k_proj")
     path.write_text(whole)
     train(2, frozen="k_proj")
+
+
+def _resumed(
+    folder: Path, out: Path, steps: int, *, change: str = "", **options: Any
+) -> list[float]:
+    """Train to a step, from the last checkpoint; return the losses of all steps. ``options`` of
+    AdamW or Adam (``rule``), else those of the arguments."""
+    model: Any = tiny_llama()
+    if change == "recomputed":
+        apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, LlamaDecoderLayer))
+    elif change == "compiled":
+        model = torch.compile(model, backend="eager")
+    more: dict[str, Any] = {}
+    if (rule := options.pop("rule", None)) is not None:
+        more["optimizers"] = (rule(model.parameters(), **{"lr": 0.01, **options}), None)
+        options = {}
+    saved = {"save_strategy": "steps", "save_steps": 1, "max_steps": steps}
+    args = arguments(out, **{"optim": "adamw_torch", **saved, **options})
+    trainer = PackedTrainer(model=model, args=args, train_dataset=micro_batches(folder), **more)
+    trainer.train(resume_from_checkpoint=steps > 1)
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+ADAMW, ADAM = {"rule": torch.optim.AdamW}, {"rule": torch.optim.Adam}
+
+
+@pytest.mark.parametrize(
+    ("begun", "resumed"),
+    [
+        ({}, {"optim": "adamw_torch_fused"}),
+        ({"optim": "adamw_torch_fused"}, {}),
+        ({}, {"torch_compile": True, "torch_compile_backend": "eager"}),
+        ({"torch_compile": True, "torch_compile_backend": "eager"}, {}),
+        ({}, {"change": "recomputed"}),
+        ({"change": "recomputed"}, {}),
+        ({"change": "compiled"}, {"change": "compiled"}),
+        (ADAMW, {**ADAMW, "foreach": True}),
+        ({**ADAMW, "fused": True}, {**ADAMW, "differentiable": False}),
+        (ADAMW, {**ADAM, "weight_decay": 0.01, "decoupled_weight_decay": True}),
+        (ADAMW, {**ADAMW, "lr": torch.tensor(0.01)}),
+    ],
+    ids=str,
+)
+def test_a_run_resumes_with_another_implementation(
+    folder: Path, tmp_path: Path, begun: dict[str, Any], resumed: dict[str, Any]
+) -> None:
+    _resumed(folder, tmp_path, 1, **begun)
+    shutil.copytree(tmp_path / "run", tmp_path / "same" / "run")
+    losses = _resumed(folder, tmp_path, 2, **resumed)
+    assert len(losses) == 2
+    same = _resumed(folder, tmp_path / "same", 2, **begun)
+    np.testing.assert_allclose(losses, same, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("resumed", "key"),
+    [
+        ({**ADAM, "weight_decay": 0.01}, "optimizer.class was 'AdamW' and is 'Adam'"),
+        ({**ADAMW, "betas": (0.9, 0.9)}, "optimizer.betas"),
+        ({**ADAMW, "eps": 1e-3}, "optimizer.eps"),
+        ({**ADAMW, "lr": 0.02}, "optimizer.lr"),
+        ({**ADAMW, "amsgrad": True}, "optimizer.amsgrad"),
+        ({**ADAMW, "maximize": True}, "optimizer.maximize"),
+        # Trainer would not find the names of one in the checkpoint of the other.
+        ({**ADAMW, "change": "compiled"}, "model.is_compiled was False and is True"),
+    ],
+    ids=str,
+)
+def test_a_run_does_not_resume_with_another_update(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, resumed: dict[str, Any], key: str
+) -> None:
+    out = tmp_path_factory.mktemp("update")
+    _resumed(folder, out, 1, **ADAMW)
+    with pytest.raises(ResumeError, match=key):
+        _resumed(folder, out, 2, **resumed)
 
 
 def test_wrong_numbers_are_refused_with_the_right_ones(

@@ -179,7 +179,8 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("version", "made"), [(2, "golden_index"), (3, "golden_groups"), (4, "golden_trees")]
+    ("version", "made"),
+    [(2, "golden_index"), (3, "golden_groups"), (4, "golden_trees"), (5, "golden_second")],
 )
 def test_golden_file_is_read_and_written_identically(
     version: int, made: str, tmp_path: Path
@@ -188,12 +189,15 @@ def test_golden_file_is_read_and_written_identically(
     path, again = GOLDEN / f"version_{version}.samples", script[made]()
     index = SampleIndex.load(path, verify=True)
     assert same_arrays(index, again) and index.fingerprint == again.fingerprint
-    for name in ("strategy", "parameters", "buckets", "seed", "groups"):
+    for name in ("strategy", "parameters", "buckets", "seed", "groups", "second"):
         assert getattr(index, name) == getattr(again, name), name
     assert index.metrics() == again.metrics() and index.source == script["SOURCE"]
     if version == 3:
         assert index.segment_joined.tolist() == again.segment_joined.tolist()
         assert index.segment_joined.any() and index.metrics()["num_groups"] == 4
+    if version == 5:
+        assert index.segment_second.tolist() == again.segment_second.tolist()
+        assert index.segment_second.any() and index.parameters["second_capacity"] == [4, 6]
 
     again.save(tmp_path / "x.samples", source=script["SOURCE"])
     old, new = (p.read_bytes() for p in (path, tmp_path / "x.samples"))
@@ -208,13 +212,14 @@ def test_golden_file_is_read_and_written_identically(
 def test_file_of_another_version_is_refused_with_remedy(path: Path) -> None:
     old = GOLDEN / "version_1.samples"
     remedy = rf"pack again: megapack-build pack PREFIX --output {old} --over"
-    with pytest.raises(FormatError, match=f"format version 1; .* reads versions 2 to 4: {remedy}"):
+    with pytest.raises(FormatError, match=f"format version 1; .* reads versions 2 to 5: {remedy}"):
         SampleIndex.load(old)
     data = bytearray(path.read_bytes())
     for version, message in (
         (3, "its version is 3, and only 3 has groups"),
         (4, "no array segment_parent"),
-        (5, "version 5; .* reads versions 2 to 4: install a newer"),
+        (5, "its version is 5, and only 5 has second"),
+        (6, "version 6; .* reads versions 2 to 5: install a newer"),
     ):
         data[8] = version
         path.write_bytes(data)
@@ -261,13 +266,9 @@ def test_every_changed_byte_is_detected(path: Path) -> None:
     data = path.read_bytes()
     arrays = header_of(data)["arrays"]
     header_size = PREAMBLE.size + PREAMBLE.unpack_from(data)[3]
-    used = {*range(PREAMBLE.size), *range(PREAMBLE.size, header_size, 11)}
-    used -= {12, 13, 14, 15}  # reserved
-    for entry in arrays.values():  # between them are zeros
-        size = entry["shape"][0] * int(entry["dtype"][2])
-        used |= {*range(entry["offset"], entry["offset"] + size)}
+    header = range(PREAMBLE.size, header_size, 11)
     large = arrays["sample_segment_offsets"]["offset"]
-    for i in sorted(used):
+    for i in (*range(PREAMBLE.size), *header, *range(header_size, len(data))):
         broken = bytearray(data)
         broken[i] ^= 0x40
         path.write_bytes(broken)

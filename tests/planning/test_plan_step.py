@@ -13,7 +13,7 @@ from reference.planning import broken_laws, costs, least_objectives
 
 import megapack
 from megapack.compare.cost import MODELS
-from megapack.planning import StepPlan, context_parallel_indices, plan_step
+from megapack.planning import StepPlan, StepPlanner, context_parallel_indices, plan_step
 
 LINEAR_COST_TOKENS = 49_152.0  # 12 x 4,096
 
@@ -83,15 +83,15 @@ def test_ranks_have_equal_work_for_every_balance(
             assert path.per_micro_batch < per_micro_batch
 
 
-def pictures(seed: int) -> tuple[Any, Any]:
-    """Return lengths and costs (language model, encoder) of 600 samples, 60 % with images.
+def pictures(seed: int, size: int = 600) -> tuple[Any, Any]:
+    """Return lengths and costs (language model, encoder) of samples, 60 % with images.
 
     One to four images each, of up to 4,096 patches, four of which make a token.
     """
     generator = np.random.default_rng(seed)
-    text = np.minimum(generator.lognormal(np.log(1000), 0.9, 600), 8192)
-    count = np.where(generator.random(600) < 0.6, generator.integers(1, 5, 600), 0)
-    patches = np.minimum(generator.lognormal(np.log(1200), 0.6, (600, 4)), 4096)
+    text = np.minimum(generator.lognormal(np.log(1000), 0.9, size), 8192)
+    count = np.where(generator.random(size) < 0.6, generator.integers(1, 5, size), 0)
+    patches = np.minimum(generator.lognormal(np.log(1200), 0.6, (size, 4)), 4096)
     patches *= np.arange(4) < count[:, None]
     lengths = (text + patches.sum(axis=1) / 4).astype(np.int64) + 1
     vision = (patches * (6912 + patches)).sum(axis=1)
@@ -114,6 +114,25 @@ def test_two_kinds_of_cost_are_balanced_together(seed: int) -> None:
     rules: dict[str, Any] = {"num_ranks": 16, "max_tokens_per_rank": 16_384}
     assert max(paths(plan_step(lengths, **rules, costs=costs), costs)) < 1.03
     assert paths(plan_step(lengths, **rules, costs=costs[:, 0]), costs)[1] > 1.2
+
+
+def test_a_stream_of_images_is_balanced_on_64_ranks_under_a_limit() -> None:
+    """The encoder's path; no rank exceeds 1.1 times its mean cost in a full micro batch."""
+    lengths, costs = pictures(1, 6000)
+    limit = 1.1 * costs[:, 1].sum() / lengths.sum() * 16_384
+    rules: dict[str, Any] = {"num_ranks": 64, "max_tokens_per_rank": 16_384, "window": 2048}
+
+    def encoder(planner: StepPlanner, cost: Any) -> Any:
+        """Return the encoder's cost by micro batch and rank."""
+        planned = planner.add(np.arange(len(lengths)), lengths, cost)
+        return np.array([[costs[d, 1].sum() for d in m.documents] for m in planned])
+
+    shares = encoder(StepPlanner(**rules, max_costs_per_rank=[np.inf, limit]), costs)
+    assert len(shares) >= 8 and shares.max() <= limit
+    assert shares.max(axis=1).sum() * 64 / shares.sum() < 1.05
+    by_tokens = encoder(StepPlanner(**rules), None)
+    assert by_tokens.max() > limit
+    assert by_tokens.max(axis=1).sum() * 64 / by_tokens.sum() > 1.2
 
 
 def test_cost_limits_need_few_more_micro_batches() -> None:
@@ -321,7 +340,7 @@ def test_step_without_documents_has_no_micro_batches() -> None:
         ([3], {"costs": [9], "max_costs_per_rank": [9, 9]}, "max_costs_per_rank has 2 numbers"),
         ([3], {"costs": [9], "max_costs_per_rank": -1}, "max_costs_per_rank of kind 0 is -1"),
         ([3], {"costs": [[1.0] * 65]}, "costs has 65 kinds; at most 64"),
-        ([3, 4], {"groups": [1.5, 1]}, "groups has dtype float64"),
+        ([3, 4], {"groups": [1.5, 1]}, r"groups has shape \(2,\) and dtype float64; it must be"),
         ([3, 4], {"balance": "tokens"}, "balance is 'tokens'; it must be 'micro_batches' or"),
         ([3, 4], {"micro_batch_multiple": 0}, "micro_batch_multiple is 0"),
         ([[3]], {}, r"lengths has shape \(1, 1\)"),

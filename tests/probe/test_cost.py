@@ -57,7 +57,7 @@ def counted(model: nn.Module, row: int) -> Iterator[list[int]]:
 
 @pytest.mark.parametrize("layer", [Attention(), Edge(0, 2), Edge(2, 1)])
 def test_five_passes_of_few_logits_suffice(layer: nn.Module) -> None:
-    """For a vocabulary of 129,000 ids, with and without a leak."""
+    """The vocabulary has 129,000 ids; the model leaks or does not."""
     model, batch = Language(layer, ids=IDS), batch_of(LENGTHS, ids=IDS)
     with counted(model, sum(LENGTHS)) as calls, Largest() as largest:
         report = probe(model, batch)

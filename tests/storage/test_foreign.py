@@ -660,9 +660,12 @@ def test_mds_is_recognized_by_its_index(folder: Path) -> None:
     Path("index.json").write_text(json.dumps({"chunks": []}))
     refused(shard, FormatError, "LitData")
     Path("index.json").write_text("[]")
-    for name in ("shard.00000.mds.br", "shard.00000.mds"):
+    for name in ("shard.00000.mds.br", "shard.00000.mds", "shard.00000.MDS.zstd"):
         Path(name).write_bytes(bytes(16))
         refused(name, FormatError, "MDS without its index.json", dtype="uint8", eod_token=0)
+    for name in ("corpus.mds.bin", "x.mds.v2", "mds.u16"):
+        np.array([5, 6, 0], np.uint16).tofile(name)
+        import_dataset(name, f"{name}-out", dtype="uint16", eod_token=0)
 
 
 def test_converting_commands_work(folder: Path) -> None:

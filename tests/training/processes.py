@@ -5,10 +5,11 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -33,6 +34,15 @@ def environment(**more: str) -> dict[str, str]:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         env.pop(name, None)
     return {**env, **more}
+
+
+# A line of DeepSpeed's logger, of our own log, or a note: no error.
+_LOGGED = re.compile(r"\[\d{4}-\d\d-\d\d [\d:,]+\] \[\w+\] |\[\d\d:\d\d:\d\d\] |note: ")
+
+
+def not_logged(lines: Iterable[str]) -> list[str]:
+    """Return the lines of a program's output that its loggers did not write."""
+    return [line for line in lines if not _LOGGED.match(line)]
 
 
 class Zygote:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from commands import printed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -332,6 +333,7 @@ def test_autopilot_passes_noise_and_decides_the_same_after_a_kill(
     aside = [path.name for path in killed.checkpoints.glob("step_*.abandoned")]
     assert aside and int(aside[0].split("_")[1]) > begin
     killed.succeed()
+    printed("audit", killed.dir)  # exit status 0: proven after a rollback and a kill
     again = read_decisions(killed.dir)
     assert again is not None
     assert [d.stage for d in again.decisions] == [d.stage for d in decided.decisions]
@@ -386,6 +388,7 @@ def test_mixing_decisions_are_replayed_at_every_resume(new_run: NewRun, blend: P
     assert -signal.SIGKILL in killed.wait()
     moved.succeed("stop_at=13", faults={1: {"decisions_seen_late": []}})
     moved.succeed(ranks=1)
+    printed("audit", moved.dir)
     ours, theirs = read_decisions(moved.dir), read_decisions(whole.dir)
     assert ours is not None and theirs is not None
     assert [d.begin for d in ours.decisions] == [4, 8, 12]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from megapack.cli.main import main as build
 from megapack.data.run import read_decisions
 from megapack.errors import ConfigError, ResumeError
 from megapack.storage.locks import FOLDER_MARK
@@ -85,6 +86,7 @@ def test_branch_continues_the_data_order_and_keeps_its_trunk(
     assert ours[5]["loss"] == pytest.approx(theirs[5]["loss"], rel=1e-3)
     assert ours[-1]["lr"] != theirs[-1]["lr"], "the branch has another learning rate"
     assert _sums(trunk.dir) == before
+    assert build(["audit", str(run.dir)]) == 0
 
 
 def test_branch_without_checkpoint_is_refused_before_ranks_connect(
@@ -112,6 +114,7 @@ def test_erased_disk_is_restored_from_the_mirror(
     whole.succeed()
     assert [line["loss"] for line in run.log] == [line["loss"] for line in whole.log]
     assert read_decisions(run.dir) == read_decisions(whole.dir)
+    assert build(["audit", str(run.dir)]) == 0, "audit.jsonl is restored, too"
     after = sorted(p.name for p in store.glob("*.manifest.json"))
     # A damaged object is refused.
     shutil.rmtree(run.dir)

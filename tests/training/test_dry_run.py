@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 from dataclasses import replace
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import yaml
 
-from megapack.config import load_config
+from megapack.config import load_config, to_dict
 from megapack.data import BucketBatchSampler
 from megapack.errors import ConfigError, ResumeError
 from megapack.training.command import RECIPES, check_hub, read_config
@@ -23,6 +24,7 @@ from megapack.training.engine.inputs import Inputs, check_run, run_record
 from megapack.training.model.flops import ModelFlops
 from megapack.training.monitoring.monitor import StepWork
 from megapack.training.pretrain import planned_model
+from megapack.units import size
 
 from .conftest import Corpus, blend_config, drawn_from, write_blend
 from .packing_helpers import plain
@@ -186,6 +188,34 @@ def test_dry_run_refuses_what_the_checkpoint_refuses(corpus: Corpus, tmp_path: P
     assert "steps: 8 " in dry_run(replace(shorter, checkpoint=fallback))
 
 
+def test_json_has_the_figures_of_the_text(corpus: Corpus, tmp_path: Path) -> None:
+    config = load_config(PretrainConfig, corpus.config(tmp_path / "run", num_steps=40))
+    how: dict[str, Any] = {"world_size": 2, "device": "H100", "gpu_price": 1e9}
+    text, plan = dry_run(config, **how), json.loads(dry_run(config, **how, json=True))
+    busiest = plan["busiest_rank_over_mean"]
+    for line in (
+        f"{plan['model']['description']}; vocabulary {plan['model']['vocab_size']:,}",
+        f"steps: 40 ({plan['warmup_steps']:,} of warmup), {plan['steps_per_epoch']:,} per epoch",
+        f"tokens: {plan['tokens']:,} ({config.data.tokens_per_step:,} per step)",
+        f"epochs: {plan['epochs']:.3f}",
+        f"{busiest['step']:.4f} per step, {busiest['micro_step']:.4f} per micro step",
+        f"ranks: 2, {plan['micro_steps']} micro steps",
+        f", {plan['model']['parameters']:,} parameters",
+        f"together: {size(plan['memory']['total']):>9}\n",
+        f"arithmetic: {plan['flop']:.3e} FLOP",
+        f"cost: {plan['cost']:,.2f} at 1e+09",
+        f"ZeRO: stage {plan['zero_stage']}",
+    ):
+        assert line in text
+    assert plan["cost"] == pytest.approx(plan["hours"] * 2e9) and plan["cost"] > 1
+    [stage] = plan["stages"]
+    draws = [f"{b['capacity']:,} {b['num_draws']:>10,}" for b in stage["buckets"]]
+    assert draws and all(row in text for row in draws)
+    assert [source["weight"] for source in plan["sources"]] == [1.0]
+    assert "config" not in plan
+    assert json.loads(dry_run(config, json=True, show_config=True))["config"] == to_dict(config)
+
+
 def test_mix_of_one_bucket_has_no_alternative(corpus: Corpus, tmp_path: Path) -> None:
     config = corpus.config(tmp_path / "run", model={"vocab_size": 64})
     one = dry_run(load_config(PretrainConfig, config), lengths="lognormal:60,50,900", buckets=[128])
@@ -234,7 +264,7 @@ def test_names_of_a_hub_that_does_not_answer_are_refused_before_torch_is_importe
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")  # the check sets it, and this restores it
-    monkeypatch.setattr("megapack.hub.getproxies", dict)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megapack.probe import LeakError, check_rows
-from megapack.training.trainer import probed_labels
+from megapack.probe.rows import probed_labels
 
 from .packing_helpers import documents, pack_documents, tiny_model
 

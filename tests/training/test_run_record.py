@@ -11,11 +11,11 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pytest
+import torch
 
 from megapack.config import load_config, to_dict
 from megapack.data.resume import check_record, flatten, is_within, tokenizer_digest
@@ -24,6 +24,7 @@ from megapack.packing import pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder, metadata
 from megapack.storage.column_edits import add_column
 from megapack.storage.columns import INTERPRETED
+from megapack.training import trainer as trainer_module
 from megapack.training.config import PretrainConfig
 from megapack.training.engine.checkpoint import Resume
 from megapack.training.engine.directory import CheckpointManifest
@@ -37,6 +38,7 @@ from megapack.training.engine.inputs import (
 from megapack.training.engine.world import World
 from megapack.training.start import find_start, with_decisions
 from megapack.training.trainer import Trainer
+from tests.integrations.harness import run_ranks
 
 from .conftest import Corpus
 
@@ -222,12 +224,71 @@ def test_other_bytes_of_the_same_lengths_are_refused(
     assert check_record(_opened(path)[2], record, ["data.content"])
 
 
+class _Alone(World):
+    """The only process of a run, without a process group."""
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+
+def _trainer(path: Path) -> tuple[Any, PretrainConfig]:
+    """Return what ``Trainer.check_files`` needs of a trainer, and its configuration."""
+    config, inputs, record = _opened(path)
+    trainer: Any = object.__new__(Trainer)
+    trainer.config, trainer.inputs, trainer.record = config, inputs, record
+    trainer.decisions, trainer.stamps = None, inputs.file_stamps()
+    return trainer, config
+
+
+def _check_on_ranks(rank: int, size: int, path: Path, target: Path) -> tuple[list[str], str]:
+    """Change a byte between sampled blocks; return the files that this rank read, and the error.
+    Ranks 0 and 1 are on one host, rank 2 on another."""
+    metadata.SAMPLED_BYTES = 2
+    read: list[str] = []
+    stock = trainer_module.verify_files
+
+    def verify_files(inputs: Inputs) -> None:
+        read.append(inputs.data.datasets[0].prefix)
+        stock(inputs)
+
+    trainer_module.verify_files = verify_files
+    trainer, _ = _trainer(path)
+    here = {"rank": rank, "size": size, "local_rank": rank, "device": torch.device("cpu")}
+    trainer.world = World(**here, host=f"host{rank // 2}")
+    trainer.check_files()
+    if rank == 0:
+        with target.open("r+b") as file:
+            file.seek(16)
+            byte = file.read(1)[0]
+            file.seek(16)
+            file.write(bytes([byte ^ 1]))
+    trainer.world.gather(None)
+    try:
+        trainer.check_files()
+    except ResumeError as error:
+        return read, str(error)
+    return read, ""
+
+
+@pytest.mark.multiprocess
+def test_one_rank_of_each_host_reads_changed_files_and_all_ranks_fail(
+    corpus: Corpus, tmp_path: Path, free_port: int
+) -> None:
+    for file in corpus.directory.glob("train*"):
+        shutil.copy(file, tmp_path)
+    path = Corpus(tmp_path).config(tmp_path / "run", data={"valid_prefix": str(corpus.valid)})
+    answers = run_ranks(_check_on_ranks, 3, free_port, path, tmp_path / "train.bin")
+    assert [len(read) for read, _ in answers] == [1, 0, 1]
+    for _, error in answers:
+        assert "the data changed while the run was reading them" in error
+        assert "train.bin does not have the checksum" in error
+
+
 def test_first_start_compares_tokens_with_their_meta_file(corpus: Corpus, tmp_path: Path) -> None:
     for file in corpus.directory.glob("train*"):
         shutil.copy(file, tmp_path)
     path = Corpus(tmp_path).config(tmp_path / "run", data={"valid_prefix": str(corpus.valid)})
-    world: Any = SimpleNamespace(rank=0, host="here", gather=lambda value: [value])
-    world.fail_together = functools.partial(World.fail_together, world)
+    world = _Alone(rank=0, size=1, local_rank=0, device=torch.device("cpu"), host="here")
     documents = IndexedDataset(tmp_path / "train")
     add_column(documents.prefix, "weights", np.ones(documents.num_tokens), INTERPRETED["weights"])
     verify_samples(_opened(path)[1], world)
@@ -259,12 +320,9 @@ def test_running_run_detects_changed_files(
         shutil.copy(file, tmp_path)
     data = {"valid_prefix": str(corpus.valid)}
     path = Corpus(tmp_path).config(tmp_path / "run", data=data)
-    config, inputs, record = _opened(path)
-    trainer: Any = object.__new__(Trainer)
-    trainer.config, trainer.inputs, trainer.record = config, inputs, record
-    trainer.decisions, trainer.stamps = None, inputs.file_stamps()
-    world = SimpleNamespace(gather=lambda value: [value])
-    trainer.world = SimpleNamespace(fail_together=functools.partial(World.fail_together, world))
+    trainer, config = _trainer(path)
+    alone = _Alone(rank=0, size=1, local_rank=0, device=torch.device("cpu"), host="here")
+    trainer.world = alone
     trainer.check_files()
     target = tmp_path / "train.bin"
     tokens = np.fromfile(target, np.uint16)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from .conftest import Corpus
-from .processes import ROOT, Zygote, environment
+from .processes import ROOT, Zygote, environment, not_logged
 from .wrong_configurations import CASES, Case
 
 WORKER = Path(__file__).with_name("wrong_configurations.py")
@@ -45,8 +45,7 @@ def test_errors_name_the_key_in_one_line(
 ) -> None:
     outcome = outcomes[case.name]
     assert outcome["code"] == 2, outcome
-    # Without what is announced and logged: the error is one line.
-    [line] = [text for text in outcome["stderr"] if not text.startswith(("note: ", "["))]
+    [line] = not_logged(outcome["stderr"])
     assert case.named in line and len(line) < 1000
     assert not outcome["joined"], "a process group exists"
     assert case.late or not outcome["heavy"], "it was refused too late"
@@ -62,7 +61,7 @@ def test_wrong_configuration_ends_its_process(word: str, named: str, config: Pat
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment()
     )
-    errors = [line for line in done.stderr.splitlines() if not line.startswith(("note: ", "["))]
+    errors = not_logged(done.stderr.splitlines())
     assert done.returncode == 2 and len(errors) == 1, done.stderr
     assert named in errors[0]
     assert not config.with_suffix("").exists()

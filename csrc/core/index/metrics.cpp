@@ -113,9 +113,21 @@ std::vector<std::int64_t> attention_cost_of(const SampleView& samples,
           kLongest);
     std::vector<std::int64_t> costs;
     costs.reserve(chosen.size());
-    for (const std::int64_t sample : chosen) {
-        check<std::out_of_range>(sample >= 0 && sample < samples.num_samples(), "sample ", sample,
-                                 " of ", samples.num_samples());
+    // Samples are far apart in memory: prefetch the offset of a later one, then its lengths.
+    constexpr std::int64_t kAhead = 16;
+    const Integers& offsets = samples.sample_segment_offsets;
+    const auto in_range = [&](std::int64_t i) {
+        return i < chosen.size() && chosen[i] >= 0 && chosen[i] < samples.num_samples();
+    };
+    for (std::int64_t i = 0; i < chosen.size(); ++i) {
+        const std::int64_t sample = chosen[i];
+        check<std::out_of_range>(in_range(i), "sample ", sample, " of ", samples.num_samples());
+        if (in_range(i + 2 * kAhead)) __builtin_prefetch(offsets.address(chosen[i + 2 * kAhead]));
+        if (in_range(i + kAhead)) {
+            const std::int64_t first = offsets[chosen[i + kAhead]];
+            if (first >= 0 && first < samples.segment_length.size())
+                __builtin_prefetch(samples.segment_length.address(first));
+        }
         const Part segments = samples.segments(sample);
         std::int64_t used = 0, pairs = 0;
         for (std::int64_t s = segments.begin; s < segments.end; ++s) {

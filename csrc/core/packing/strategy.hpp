@@ -10,6 +10,7 @@
 //     seamless        overlapping windows, then first fit                      fit.cpp
 //     bucket          per sample: the longest document, then what fits best    bucket.cpp
 //     bucket_stream   bucket on a pool that is refilled (BucketLLM, Alg. 1)    bucket.cpp
+//     bucket_second   bucket for documents with a second size                  bucket_second.cpp
 //
 // A strategy is
 //
@@ -254,6 +255,27 @@ struct BucketRules {
     }
 };
 
+struct TwoSizes {
+    std::int64_t tokens, second;
+};
+
+// `bucket_second`: a sample starts with the document that takes the largest share of the largest
+// bucket, in the smallest bucket that holds it. While some document fits in both capacities, takes
+// the one with the largest second size from the heavy documents if the sample has less of it per
+// token than the documents not packed when it was opened, else the longest of the others; if that
+// list has none, from the other list. To promote a sample is to move it to the smallest larger
+// bucket in which a document fits. Heavy: more of the second size per token than the pool. Every
+// segment of a cut document counts with the second size of the whole document.
+struct BucketSecondRules {
+    BucketRules bucket;                           // pads or promotes; no pairs or given patterns
+    Span<const std::int64_t> second;              // of every document
+    std::vector<std::int64_t> second_capacities;  // of every bucket, not descending
+
+    std::int64_t num_buckets() const { return ssize(bucket.capacities); }
+    TwoSizes capacity(std::int64_t b) const { return {bucket.capacities[b], second_capacities[b]}; }
+    void check_rules(std::int64_t num_documents) const;
+};
+
 // ---- The strategies
 
 #define MEGAPACK_DECLARE_STRATEGY(name, Rules)                                          \
@@ -271,6 +293,7 @@ MEGAPACK_DECLARE_STRATEGY(fit_decreasing, FitRules);
 MEGAPACK_DECLARE_STRATEGY(seamless, SeamlessRules);
 MEGAPACK_DECLARE_STRATEGY(bucket, BucketRules);
 MEGAPACK_DECLARE_STRATEGY(bucket_stream, BucketRules);
+MEGAPACK_DECLARE_STRATEGY(bucket_second, BucketSecondRules);
 
 // Instantiates a strategy, in its source file, for the widths that occur. (Documents of more than
 // 2^31 - 1 tokens always use wide document numbers; `pack` narrows them.)

@@ -80,7 +80,12 @@ class Assignment {
 
     // True if a bin has an item that belongs to no family.
     bool has_movable_item(std::int64_t bin) const;
-    bool has_room(std::int64_t bin, std::int64_t item) const { return fits(bin, item, -1); }
+    std::int64_t free_tokens(std::int64_t bin) const {
+        return bins_[bin].degree * rules_.max_tokens - bins_[bin].tokens;
+    }
+    bool has_room(std::int64_t bin, std::int64_t item) const {
+        return items_.tokens[item] <= free_tokens(bin) && fits(bin, item, -1);
+    }
     // True if a bin can hold `item` (none: -1) after `other` (none: -1) leaves it.
     bool fits(std::int64_t bin, std::int64_t item, std::int64_t other) const;
 

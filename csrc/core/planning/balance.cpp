@@ -74,6 +74,8 @@ class Exchange {
         cost_.assign(members * kinds_, 0);
         bins_of_.assign(by_rank_ ? members : 0, {});
         shift_.assign(ssize(bins_), 0);
+        offers_.resize(ssize(bins_) * kinds_);
+        for (Offers& offers : offers_) offers.rising.clear();
         begin_.assign(assignment_.num_micro_batches() + 1, 0);
         for (Barrier& barrier : barriers_) barrier.members.clear();
         for (std::int64_t b = 0; b < ssize(bins_); ++b) {
@@ -240,52 +242,138 @@ class Exchange {
         if (!same) {  // skip bins whose best possible gain is too small
             std::int64_t most = 0;
             for (std::int64_t k = 0; k < kinds_; ++k)
-                most += weights_[k] * (sides_[k].giver_top - sides_[k].giver_others +
-                                       sides_[k].taker_top - sides_[k].taker_others);
+                most += weights_[k] * most_less(sides_[k], same);
             if (most <= best.gain) return;
         }
-        if (kinds_ == 1)
-            evaluate_items<1>(from, to, same, focus, best);
-        else
-            evaluate_items<0>(from, to, same, focus, best);
+        evaluate_items(from, to, same, focus, best);
     }
 
-    // Evaluates the exchange of every item of one bin for every item of the other, and for no item.
-    // `Kinds`: number of kinds, if known at compile time, else 0.
-    template <std::int64_t Kinds>
+    // Finds the best exchange of an item of one bin for an item of the other, or for no item. Looks
+    // up the few that may be better than `best` and fit.
     void evaluate_items(std::int64_t from, std::int64_t to, bool same, std::int64_t focus,
                         Move& best) {
         const auto &give = bins_[from].items, &get = bins_[to].items;
-        const std::int64_t giver_shift = shift_[from], taker_shift = shift_[to];
-        for (std::int64_t i = 0; i < ssize(give); ++i) {
+        const auto movable = [&](std::int64_t item) {
+            return !families_ || items_.family[item] < 0;
+        };
+        budget_ -= std::count_if(give.begin(), give.end(), movable) * (ssize(get) + 1);
+        const Offers& offers = offers_of(to, focus);
+        const std::int64_t giver_room = assignment_.free_tokens(from),
+                           taker_room = assignment_.free_tokens(to);
+        Range range = range_of(from, to, same, focus, best.gain);
+        for (std::int64_t i = 0; i < ssize(give) && range.low <= range.high; ++i) {
             const std::int64_t item = give[i];
-            if (families_ && items_.family[item] >= 0) continue;
-            budget_ -= ssize(get) + 1;
-            for (std::int64_t j = ssize(give) == 1 ? 0 : kNone; j < ssize(get); ++j) {
+            const std::int64_t cost = items_.cost[item * kinds_ + focus];
+            if (cost < range.low || !movable(item)) continue;
+            const std::int64_t least_tokens = items_.tokens[item] - taker_room,
+                               most_tokens = items_.tokens[item] + giver_room;
+            const Move before = best;
+            const auto consider = [&](std::int64_t j) {
                 const std::int64_t other = j == kNone ? kNone : get[j];
-                if (other != kNone && families_ && items_.family[other] >= 0) continue;
-                const std::int64_t gain =
-                    gain_of<Kinds>(item, other, giver_shift, taker_shift, same, focus);
-                if (gain > best.gain && assignment_.fits(to, item, other) &&
+                const std::int64_t gain = gain_of(from, to, item, other, same, focus);
+                const bool better = gain > best.gain ||  // if equal, the first place wins
+                                    (gain == best.gain && gain > before.gain && j < best.get);
+                if (better && assignment_.fits(to, item, other) &&
                     assignment_.fits(from, other, item) && below_ceilings(from, to, item, other))
                     best = {gain, from, i, to, j};
-            }
+            };
+            if (ssize(give) > 1 && cost <= range.high && least_tokens <= 0) consider(kNone);
+            const auto end = offers.rising.end();
+            auto offer = offers.rising.begin();
+            if (offers.tokens_rise) offer = first_from(offers.rising, &Offer::tokens, least_tokens);
+            if (offer != end && offer->cost <= cost - range.low)  // rare if bins are full
+                offer = std::max(offer, first_from(offers.rising, &Offer::cost, cost - range.high));
+            for (; offer != end && offer->cost <= cost - range.low; ++offer)
+                if (offer->tokens >= least_tokens && offer->tokens <= most_tokens)
+                    consider(offer->place);
+                else if (offers.tokens_rise)
+                    break;
+            if (best.gain > before.gain) range = range_of(from, to, same, focus, best.gain);
         }
+    }
+
+    // An item that a bin can give: its cost of a kind, its tokens, its place in the bin.
+    struct Offer {
+        std::int64_t cost, tokens, place;
+    };
+
+    // The items that a bin can give, by rising cost of a kind.
+    struct Offers {
+        std::vector<Offer> rising;
+        bool tokens_rise = true;  // in this order, too
+    };
+
+    const Offers& offers_of(std::int64_t b, std::int64_t k) {
+        Offers& offers = offers_[b * kinds_ + k];
+        if (!offers.rising.empty()) return offers;
+        const std::vector<std::int32_t>& items = bins_[b].items;
+        for (std::int64_t i = 0; i < ssize(items); ++i)
+            if (!families_ || items_.family[items[i]] < 0)
+                offers.rising.push_back(
+                    {items_.cost[items[i] * kinds_ + k], items_.tokens[items[i]], i});
+        std::sort(offers.rising.begin(), offers.rising.end(), [](const Offer& x, const Offer& y) {
+            return x.cost != y.cost ? x.cost < y.cost : x.tokens < y.tokens;
+        });
+        offers.tokens_rise =
+            std::is_sorted(offers.rising.begin(), offers.rising.end(),
+                           [](const Offer& x, const Offer& y) { return x.tokens < y.tokens; });
+        return offers;
+    }
+
+    // Returns the first offer with at least `least` of a number that rises. Without branches: they
+    // would be unpredictable.
+    static std::vector<Offer>::const_iterator first_from(const std::vector<Offer>& offers,
+                                                         std::int64_t Offer::* number,
+                                                         std::int64_t least) {
+        auto first = offers.begin();
+        for (std::int64_t size = ssize(offers); size > 0;) {
+            const std::int64_t half = (size + 1) / 2;
+            first += first[half - 1].*number < least ? half : 0;
+            size -= half;
+        }
+        return first;
+    }
+
+    struct Range {
+        std::int64_t low, high;
+    };
+
+    // Returns how much cost of a kind bin `from` may give to bin `to` in exchanges that gain more
+    // than `gain`; those outside of the range gain less. low > high: none gains more.
+    Range range_of(std::int64_t from, std::int64_t to, bool same, std::int64_t focus,
+                   std::int64_t gain) const {
+        for (std::int64_t k = 0; k < kinds_; ++k)
+            if (k != focus) gain -= weights_[k] * most_less(sides_[k], same);
+        const Sides& s = sides_[focus];
+        const std::int64_t needed = gain / weights_[focus] + (gain >= 0 ? 1 : 0);
+        const auto of_bin = [&](std::int64_t of_rank, std::int64_t b) {
+            const std::int64_t most = (std::int64_t{1} << 60) >> shift_[b];  // above all costs
+            return std::clamp(of_rank, -most, most) * (std::int64_t{1} << shift_[b]);
+        };
+        if (same) return {of_bin(needed, from), of_bin(s.giver - needed - s.taker + 1, to) - 1};
+        // If bins have as many ranks, one gets what the other loses.
+        if (shift_[from] == shift_[to] && s.giver_top - s.giver + s.taker_top - s.taker < needed)
+            return {1, 0};
+        return {of_bin(needed - (s.taker_top - s.taker_others) - s.giver_top + s.giver, from),
+                of_bin(s.giver_top - s.giver_others - needed + s.taker_top - s.taker + 1, to) - 1};
+    }
+
+    // Returns by how much an exchange can shorten a path at most.
+    static std::int64_t most_less(const Sides& s, bool same) {
+        return s.giver_top - s.giver_others + (same ? 0 : s.taker_top - s.taker_others);
     }
 
     // Returns by how much the weighted paths get shorter. If several members of a barrier are
     // equally busiest, an exchange that makes one of them less busy counts as a gain.
-    template <std::int64_t Kinds>
-    std::int64_t gain_of(std::int64_t item, std::int64_t other, std::int64_t giver_shift,
-                         std::int64_t taker_shift, bool same, std::int64_t focus) const {
-        const std::int64_t kinds = Kinds > 0 ? Kinds : kinds_;
+    std::int64_t gain_of(std::int64_t from, std::int64_t to, std::int64_t item, std::int64_t other,
+                         bool same, std::int64_t focus) const {
         std::int64_t gain = 0, real = 0;
-        for (std::int64_t k = 0; k < kinds; ++k) {
+        for (std::int64_t k = 0; k < kinds_; ++k) {
             const Sides& s = sides_[k];
-            const std::int64_t more = items_.cost[item * kinds + k] -
-                                      (other == kNone ? 0 : items_.cost[other * kinds + k]);
-            const std::int64_t giver = s.giver - (more >> giver_shift),
-                               taker = s.taker + (more >> taker_shift);
+            const std::int64_t more = items_.cost[item * kinds_ + k] -
+                                      (other == kNone ? 0 : items_.cost[other * kinds_ + k]);
+            const std::int64_t giver = s.giver - (more >> shift_[from]),
+                               taker = s.taker + (more >> shift_[to]);
             if (same) {
                 const std::int64_t most = std::max(giver, taker);
                 const std::int64_t less = s.giver_top - std::max(most, s.giver_others);
@@ -326,6 +414,7 @@ class Exchange {
         count(move.from, 1);
         count(move.to, 1);
         for (const std::int64_t b : {move.from, move.to}) {
+            for (std::int64_t k = 0; k < kinds_; ++k) offers_[b * kinds_ + k].rising.clear();
             Barrier& barrier = barriers_[barrier_of(first_of(b))];
             for (std::int64_t k = 0; k < kinds_; ++k) paths_[k] -= barrier.tops[k].cost[0];
             find_tops(barrier);
@@ -399,7 +488,8 @@ class Exchange {
     std::vector<std::int64_t> cost_;                  // per member and kind: cost of one rank
     std::vector<std::vector<std::int64_t>> bins_of_;  // per rank
     std::vector<std::int64_t> partners_;
-    std::vector<Sides> sides_;  // per kind
+    std::vector<Sides> sides_;    // per kind
+    std::vector<Offers> offers_;  // per bin and kind; empty: not computed
 };
 
 // Searches from an assignment; returns the unused budget and the objective.

@@ -30,10 +30,12 @@ std::vector<Document> longest_first(const Items& items, const StepRules& rules) 
         documents.push_back({items.tokens[i], items.squares[i], i});
         while (!holds(items, rules, degree[i], i)) degree[i] *= 2;
     }
-    std::sort(documents.begin(), documents.end(), [&](const Document& a, const Document& b) {
+    const auto before = [&](const Document& a, const Document& b) {
         if (degree[a.id] != degree[b.id]) return degree[a.id] > degree[b.id];
         return a.length != b.length ? a.length > b.length : a.id < b.id;
-    });
+    };
+    if (!std::is_sorted(documents.begin(), documents.end(), before))  // single documents are
+        std::sort(documents.begin(), documents.end(), before);
     return documents;
 }
 
@@ -80,7 +82,7 @@ class Groups {
     std::int64_t room(std::int64_t g) const {
         const Bin& group = (*this)[g];
         const bool full = group.documents == rules().max_documents;
-        return full ? 0 : group.degree * rules().max_tokens - group.tokens;
+        return full ? 0 : assignment_.free_tokens(g);
     }
     bool has_room(std::int64_t g, const Document& document) const {
         return assignment_.has_room(g, document.id);
@@ -256,8 +258,8 @@ std::vector<Document> assign_long(Groups& groups, const std::vector<Document>& d
         tokens = 0;
         for (i = unplaced.from(0); i < count; i = unplaced.from(i + 1)) {
             // Skip the documents that are too long for all groups and all free ranks.
-            if (groups.by_length()) {
-                const auto too_long = [&](const Document& d) { return !micro_batch.may_place(d); };
+            const auto too_long = [&](const Document& d) { return !micro_batch.may_place(d); };
+            if (groups.by_length() && too_long(documents[i])) {
                 i = unplaced.from(std::partition_point(documents.begin() + i, end, too_long) -
                                   documents.begin());
             }

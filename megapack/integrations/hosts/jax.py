@@ -18,8 +18,10 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from megapack.calls import checked_call
 from megapack.data import PackedDataset, Schedule, build_loader
 from megapack.data.batch import Batch
+from megapack.data.loader import LoaderState
 from megapack.errors import ConfigError
 from megapack.integrations.dialects import MAXTEXT, Dialect, check_columns, emit
 
@@ -40,6 +42,7 @@ class PackedSteps(Iterator[dict[str, NDArray[Any]]]):
         prefetch: steps that a thread prepares in advance.
     """
 
+    @checked_call
     def __init__(
         self,
         dataset: PackedDataset,
@@ -66,12 +69,22 @@ class PackedSteps(Iterator[dict[str, NDArray[Any]]]):
                 "same tokens_per_step in all stages, and mix: step"
             )
         check_columns(dataset.columns, dialect)
+        row_tokens = schedule.config.row_tokens
+        rows, size = sizes.pop() // row_tokens, data_parallel_size
+        if size < 1 or rows % size:
+            fitting = [n for n in range(1, rows + 1) if rows % n == 0]
+            raise ConfigError(
+                f"data_parallel_size is {size}, and a step has {rows} rows of {row_tokens} tokens: "
+                f"set data_parallel_size to one of {fitting}, or tokens_per_step to a multiple of "
+                f"{max(1, size) * row_tokens}"
+            )
         self.schedule, self.dialect, self.step = schedule, dialect, 0
         self._dataset, self._num_steps = dataset, num_steps
+        self._state = LoaderState(schedule, dataset)
         self._options: dict[str, Any] = {
             "data_parallel_rank": data_parallel_rank,
             "data_parallel_size": data_parallel_size,
-            "micro_batch_tokens": sizes.pop() // data_parallel_size,
+            "micro_batch_tokens": rows // size * row_tokens,
             "prefetch": prefetch,
         }
         self._batches = self._open()
@@ -89,13 +102,14 @@ class PackedSteps(Iterator[dict[str, NDArray[Any]]]):
         return batch
 
     def get_state(self) -> dict[str, Any]:
-        """Return the number of the next step and the program of the schedule, ready for JSON."""
-        return self.schedule.state_dict(self.step)
+        """Return the number of the next step, the program of the schedule and digests of the data,
+        ready for JSON."""
+        return self._state.save(self.step)
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Continue from a state; the number of processes may differ. Raises ResumeError if the
-        schedule orders samples differently (``megapack.data.resume``)."""
-        step = self.schedule.resume_step(state)
+        schedule orders samples differently, or if the bytes of the data differ."""
+        step = self._state.resume_step(state)
         self.close()
         self.step = step
         self._batches = self._open()

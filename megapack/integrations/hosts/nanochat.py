@@ -26,6 +26,7 @@ from nanochat.common import get_dist_info
 from torch import Tensor
 
 from megapack.data import PackedDataset, Schedule, build_loader, check_token_ids
+from megapack.data.loader import LoaderState
 from megapack.integrations.host import Rebinding
 from megapack.packing import pack
 from megapack.storage import IndexedDataset
@@ -48,8 +49,9 @@ def packed_batches(
 
     nanochat fetches the next batch before it saves a checkpoint, and loses that batch on resume.
     A resume from the state before the batch draws that batch again. The number of ranks must not
-    change. Raises ResumeError if the order of samples differs, and ConfigError if the documents
-    have token ids that the tokenizer lacks, or if a run repeats them too often (``max_epochs``).
+    change. Raises ResumeError if the order of samples or the bytes of the documents differ, and
+    ConfigError if the documents have token ids that the tokenizer lacks, or if a run repeats them
+    too often (``max_epochs``).
     """
     _, rank, _, num_ranks = get_dist_info()
     dataset = IndexedDataset(prefix)
@@ -58,7 +60,8 @@ def packed_batches(
     check_token_ids(packed, tokenizer.get_vocab_size())
     tokens = rows * row_tokens
     schedule = Schedule(packed, tokens_per_step=tokens * num_ranks, seed=seed)
-    step = 0 if state is None else schedule.resume_step(state["megapack"])
+    saved = LoaderState(schedule, packed)
+    step = 0 if state is None else saved.resume_step(state.get("megapack", {}))
     for epoch in count(1):
         loader = build_loader(
             packed,
@@ -76,7 +79,7 @@ def packed_batches(
             step = batch["step"]
             targets = batch["labels"].masked_fill(batch["labels"] < 0, NO_LABEL)
             logged = {"epoch": epoch, "pq_idx": 0, "rg_idx": step}  # base_train prints these
-            yield batch["tokens"], targets, {**logged, "megapack": schedule.state_dict(step)}
+            yield batch["tokens"], targets, {**logged, "megapack": saved.save(step)}
         step = max(step, schedule.num_steps(epoch))
 
 

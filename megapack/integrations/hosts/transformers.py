@@ -29,6 +29,7 @@ import torch
 import transformers
 import xxhash
 from accelerate.data_loader import DataLoaderShard  # type: ignore[import-untyped]
+from accelerate.utils import extract_model_from_parallel  # type: ignore[import-untyped]
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers.integrations import deepspeed
@@ -101,9 +102,9 @@ def check_model(
         if attention != ATTENTION_NAME and "flash" not in attention:
             refuse_windows(
                 dataset.samples.windows,
-                f"attention {attention!r} builds its mask from positions, which do not show them: "
-                f"load the model with attn_implementation={ATTENTION_NAME!r} or "
-                "'flash_attention_2', or",
+                f"attention {attention!r} builds its mask from positions, which do not show them",
+                remedy=f"load the model with attn_implementation={ATTENTION_NAME!r} or "
+                "'flash_attention_2'",
             )
         trees |= dataset.samples.attention == "tree"
         if longest is None:
@@ -163,8 +164,8 @@ def parallel_sizes(trainer: Any, reason: str) -> dict[str, tuple[Any, Any, str]]
 # ---- Resume: the state of a run in trainer_state.json, and its comparison
 # {"saved": {"step": 3, "seed": 0, ...}, "saved_record": {"args.learning_rate": 0.001, ...}}
 
-# Prefixes of TrainingArguments that do not change a run's steps: outputs, logs, evaluation,
-# loading, and the division among ranks. A resume compares all others.
+# Prefixes of arguments that do not change a run's steps: outputs, logs, evaluation, loading, the
+# division among ranks, and implementations (which change rounding). A resume compares all others.
 _NO_EFFECT = (
     *("output_dir", "overwrite_", "do_", "run_name", "report_to", "project", "trackio", "hub_"),
     *("push_to_hub", "logging_", "log_", "disable_tqdm", "save_", "restore_", "resume_", "load_"),
@@ -174,7 +175,19 @@ _NO_EFFECT = (
     *("local_rank", "use_cpu", "no_cuda", "torch_empty_cache", "skip_memory", "auto_find_batch"),
     *("ignore_data_skip", "remove_unused", "length_column", "group_by_length", "train_sampling"),
     *("past_index", "dataset_", "packing", "max_length", "jit_mode", "use_legacy", "tpu_", "debug"),
+    *("torch_compile", "torchdynamo", "bf16_full_eval", "fp16_full_eval", "activation_"),
+    *("use_liger", "liger_", "use_cache", "enable_jit", "full_determinism", "data_seed"),
+    *("label_names", "shuffle_dataset", "padding_free", "pad_to_multiple_of", "truncation_mode"),
+    *("model_init_kwargs", "trust_remote_code"),
 )
+# Arguments of optimizers that select an implementation, and values that change nothing.
+_IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
+_NO_CHANGE = {"amsgrad": False, "maximize": False, "bias_correction": True, "nesterov": False}
+_NO_CHANGE["decoupled_weight_decay"] = False
+_ADAMS = ("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam")
+_COMPILED = "_orig_mod"
+# Names of wrapped submodules within names of parameters: torch.compile, FSDP, checkpointing.
+_WRAPPED = (_COMPILED, "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 class ScheduleOfRun(transformers.TrainerCallback, ExportableState):  # type: ignore[misc]  # no stubs
@@ -204,7 +217,11 @@ class ScheduleOfRun(transformers.TrainerCallback, ExportableState):  # type: ign
         batches = getattr(run.get("train_dataloader"), "dataset", None)
         self.schedule, self.step = getattr(batches, "schedule", None), state.global_step
         if self.schedule is not None and batches is not None:
-            self.record = _record(args, batches.dataset, run) | batches.settings
+            values = {name: v for name, v in args.to_dict().items() if _matters(name)}
+            record = resume.flatten(values, "args.") | _optimizer_record(run.get("optimizer"))
+            record |= {f"data.{name}": value for name, value in batches.dataset._options.items()}
+            record["data.content"] = resume.content_digests(batches.dataset)
+            self.record = json.loads(json.dumps(record | batches.settings, default=str))
         # A checkpoint of another trainer lacks our state: add it, so that the next one has it.
         kept = state.stateful_callbacks.setdefault(type(self).__name__, self.state())["attributes"]
         if self.schedule is None or not self.step:
@@ -247,35 +264,52 @@ def _rates_after_next(scheduler: Any) -> tuple[float, ...]:
     return tuple(float(rate * rule(scheduler.last_epoch + 1)) for rate, rule in pairs)
 
 
-def _record(args: Any, dataset: PackedDataset, run: Mapping[str, Any]) -> dict[str, Any]:
-    """Return everything that determines a run, except the order of its samples, as JSON values.
-    ``run`` has the ``model``, ``optimizer`` and ``processing_class`` of a callback."""
-    wrapped = getattr(run["model"], "_orig_mod", run["model"])
-    model = bare_model(wrapped)
-    optimizer: Any = run.get("optimizer")
-    values = {name: v for name, v in args.to_dict().items() if not name.startswith(_NO_EFFECT)}
-    record = resume.flatten(values, "args.")
-    if isinstance(model, transformers.PreTrainedModel):
-        text = model.config.get_text_config(decoder=True)
-        record |= resume.model_record(model.config)
-        record["model.attention"] = text._attn_implementation
-        record["model.dtype"] = str(model.dtype)
-    for name, adapter in getattr(wrapped, "peft_config", {}).items():
-        record |= resume.model_record(adapter, f"adapter.{name}.")
-    trained = [name for name, value in model.named_parameters() if value.requires_grad]
-    record["model.trained"] = [len(trained), xxhash.xxh3_128_hexdigest("\n".join(trained).encode())]
-    # Loading a checkpoint does not change the class and the defaults, only the groups.
-    while hasattr(optimizer, "optimizer"):
+def _matters(argument: str) -> bool:
+    """Return whether a training argument changes a run's steps; ``_optimizer_record`` replaces
+    ``optim``, which also names implementations."""
+    return argument != "optim" and not argument.startswith(_NO_EFFECT)
+
+
+def _optimizer_record(optimizer: Any) -> dict[str, Any]:
+    """Return the rule of an optimizer and its settings: the same for every implementation of it."""
+    while hasattr(optimizer, "optimizer"):  # wrappers of accelerate and DeepSpeed
         optimizer = optimizer.optimizer
-    record["optimizer.class"] = type(optimizer).__name__
-    record |= resume.flatten(getattr(optimizer, "defaults", {}), "optimizer.")
-    tokenizer = run.get("processing_class")
+    # Loading a checkpoint does not change the class and the defaults, only the groups.
+    settings = {
+        name: float(f"{value:.6g}") if isinstance(value, Tensor) and value.numel() == 1 else value
+        for name, value in getattr(optimizer, "defaults", {}).items()
+        if name not in _IMPLEMENTATION and (name, value) not in _NO_CHANGE.items()
+    }
+    rule = type(optimizer).__name__
+    if rule in _ADAMS:
+        is_decoupled = getattr(optimizer, "adam_w_mode", rule == "AdamW")
+        rule = "AdamW" if settings.pop("decoupled_weight_decay", is_decoupled) else "Adam"
+    # bitsandbytes: bits of the state
+    settings["optim_bits"] = getattr(getattr(optimizer, "args", None), "optim_bits", 32)
+    return {"optimizer.class": rule, **resume.flatten(settings, "optimizer.")}
+
+
+def _model_record(model: Any, tokenizer: Any) -> dict[str, Any]:
+    """Return the configuration of a model, its attention, dtype, adapters and trained parameters,
+    and a digest of the tokenizer. Before training wraps the model: wrappers may change dtypes."""
+    # Trainer does not load the checkpoint of a compiled model into another: its names differ.
+    is_compiled = any(_COMPILED in name.split(".") for name, _ in model.named_parameters())
+    record: dict[str, Any] = {"model.is_compiled": is_compiled}
+    model = extract_model_from_parallel(model, keep_torch_compile=False)
+    bare = bare_model(model)
+    if isinstance(bare, transformers.PreTrainedModel):
+        text = bare.config.get_text_config(decoder=True)
+        record |= resume.model_record(bare.config)
+        record["model.attention"] = text._attn_implementation
+        record["model.dtype"] = str(bare.dtype)
+    for name, adapter in getattr(model, "peft_config", {}).items():
+        record |= resume.model_record(adapter, f"adapter.{name}.")
+    names = [name.split(".") for name, p in bare.named_parameters() if p.requires_grad]
+    trained = [".".join(part for part in name if part not in _WRAPPED) for name in names]
+    record["model.trained"] = [len(trained), xxhash.xxh3_128_hexdigest("\n".join(trained).encode())]
     if hasattr(tokenizer, "get_vocab"):
         record["model.tokenizer"] = resume.tokenizer_digest(tokenizer)
-    record |= {f"data.{name}": value for name, value in dataset._options.items()}
-    record["data.content"] = resume.content_digests(dataset)
-    resolved: dict[str, Any] = json.loads(json.dumps(record, default=str))
-    return resolved
+    return record
 
 
 def bare_model(model: Any) -> Any:
@@ -354,7 +388,10 @@ class PackedTrainerMixin:
             self.add_callback(ScheduleOfRun())  # type: ignore[attr-defined]
         # Not in the callback, which Trainer may replace by one from the checkpoint.
         loss = getattr(self.compute_loss_func, "__qualname__", None)  # type: ignore[attr-defined]
-        batches.settings = {"replay_routes": self.replay_routes, "compute_loss_func": loss}
+        tokenizer = getattr(self, "processing_class", None)
+        batches.settings = _model_record(self.model, tokenizer) | {
+            "replay_routes": self.replay_routes, "compute_loss_func": loss,
+        }  # fmt: skip
         batches.allow_change = tuple(self.allow_change)
         return self._loader(batches)
 

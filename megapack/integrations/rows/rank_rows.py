@@ -40,8 +40,8 @@ from megapack.attention import TreeSegments, tree_arguments
 from megapack.attention.experts import token_mask
 from megapack.calls import checked_call
 from megapack.data import Batch, BatchLayout, BucketBatchSampler, MicroBatch, PackedDataset
-from megapack.data.loader import prefetch_remote
-from megapack.data.resume import check_record, content_digests, refuse_damage
+from megapack.data.loader import LoaderState, prefetch_remote
+from megapack.data.resume import refuse_damage
 from megapack.data.schedule import Schedule
 from megapack.errors import ConfigError, ResumeError
 from megapack.integrations import dialects
@@ -85,6 +85,7 @@ class RankRows:
         self.micro_batch_rows = micro_batch_rows
         self.num_workers = num_workers
         self.consumed_rows = 0
+        self._state = LoaderState(rows.schedule, rows.packed)
         block = rows.options.rows_per_block
         if micro_batch_rows < 1 or block % self.rows_per_micro_step:
             raise ConfigError(
@@ -94,7 +95,7 @@ class RankRows:
             )
         check_columns(rows.packed.columns, dialect)
         if dialect.restart:
-            reason = f"{dialect.name} finds boundaries by positions, which do not show windows:"
+            reason = f"{dialect.name} finds boundaries by positions, which do not show windows"
             dialects.refuse_windows(rows.packed.samples.windows, reason)
 
     @property
@@ -132,12 +133,8 @@ class RankRows:
         """Return consumed_rows, and as JSON the program of the schedule with digests of the data;
         the same on all ranks."""
         begun = -(-self.consumed_rows // self.rows.options.rows_per_block)
-        program = {**self.rows.schedule.state_dict(begun), **self._content}
-        return {"consumed_rows": self.consumed_rows, "program": json.dumps(program)}
-
-    @cached_property
-    def _content(self) -> dict[str, Any]:
-        return {"data.content": content_digests(self.rows.packed)}
+        program = json.dumps(self._state.save(begun))
+        return {"consumed_rows": self.consumed_rows, "program": program}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the consumed rows; numbers of ranks and workers and the micro batch size
@@ -145,11 +142,7 @@ class RankRows:
         (``megapack.data.resume``), or if they end inside a micro step of the new sizes."""
         with refuse_damage("the saved state of the rows"):
             consumed_rows, program = int(state["consumed_rows"]), json.loads(state["program"])
-            changes = self.rows.schedule.check_state(program)
-            saved = {key: program[key] for key in self._content}
-            check_record(self._content, saved, option=None)
-        for change in changes:
-            logger.warning("%s", change)
+        self._state.resume_step(program)
         block = self.rows.options.rows_per_block
         if consumed_rows % block % self.rows_per_micro_step:
             raise ResumeError(

@@ -342,8 +342,8 @@ def build_text_rows(
     if not varlen:
         dialects.refuse_windows(
             rows.packed.samples.windows,
-            "the host's attention treats a row as one sequence: switch on its flash attention, "
-            "which gets boundaries (varlen=True), or",
+            "the host's attention treats a row as one sequence",
+            remedy="switch on its flash attention, which gets boundaries (varlen=True)",
         )
     if num_rows is None and times is None:
         rows.num_rows = rows.rows_per_epoch * (num_epochs or 1)

@@ -314,9 +314,12 @@ class Workspace:
         content = {**_FORMAT, "digest": self._plan.digest, **self._plan.tree()}
         if totals is not None:
             content |= dataclasses.asdict(totals)
-            with ThreadPoolExecutor(self._config.workers) as threads:
-                digests = list(threads.map(input_digest, self._plan.inputs))
-            content["input_digests"] = digests
+            inputs, workers = self._plan.inputs, self._config.workers
+            num_files = 1 + len(inputs) // (16 * workers)  # of a task
+            parts = [inputs[i : i + num_files] for i in range(0, len(inputs), num_files)]
+            with ThreadPoolExecutor(workers) as threads:
+                digests = threads.map(lambda part: [*map(input_digest, part)], parts)
+                content["input_digests"] = [digest for part in digests for digest in part]
         with atomic_write(path, "w") as file:
             json.dump(content, file, indent=1)
 

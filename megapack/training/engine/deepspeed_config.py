@@ -24,6 +24,7 @@ from megapack.calls import nearest
 from megapack.config import check_known
 from megapack.errors import ConfigError
 from megapack.training.config import DECIDED, EngineConfig, PretrainConfig
+from megapack.units import size
 
 
 def deepspeed_configuration(config: PretrainConfig, world_size: int) -> dict[str, Any]:
@@ -152,10 +153,13 @@ def describe_reduction(
     """Return a line about the stage: how many bytes are reduced, and when."""
     chosen = f"ZeRO: stage {engine.stage}" + (" (auto)" if engine.zero_stage == "auto" else "")
     if ranks == 1:
-        return f"{chosen}; one rank, nothing to reduce"
-    size = f"{num_parameters * 4 / 2**30:.2f} GiB of gradients (float32)"
-    every = f"{size} are reduced in each of {micro_steps} micro steps"
-    once = f"{size} are reduced once per step"
+        # Stages 0 and 1 (bfloat16) copy gradients to reduce them; the others have a buffer.
+        is_kept = engine.stage > 1 or (engine.stage == 1 and engine.precision == "fp32")
+        kept = ", but DeepSpeed allocates its reduce buckets" if is_kept else ""
+        return f"{chosen}; one rank, nothing to reduce{kept}"
+    gradients = f"{size(num_parameters * 4)} of gradients (float32)"
+    every = f"{gradients} are reduced in each of {micro_steps} micro steps"
+    once = f"{gradients} are reduced once per step"
     if engine.stage == 3:
         return f"{chosen}; {every}, during the backward, and parameters are gathered twice"
     if engine.stage == 2:

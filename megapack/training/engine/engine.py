@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial, wraps
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -124,9 +124,37 @@ def parameter_groups(model: TrainingModel, optimizer: OptimizerConfig) -> list[d
     return [group for group in groups if group["params"]]
 
 
+@contextmanager
+def _compiled_at_first_call() -> Iterator[None]:
+    """Let ``torch.compile`` compile a function when it is first called. DeepSpeed compiles Muon
+    when it is imported, and importing the compiler takes seconds of every start."""
+    compile_now: Callable[..., Any] = torch.compile
+
+    def compile_later(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        @cache
+        def compiled() -> Callable[..., Any]:
+            result: Callable[..., Any] = compile_now(function, **options)
+            return result
+
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return compiled()(*args, **kwargs)
+
+        return call
+
+    torch.compile = compile_later
+    try:
+        yield
+    finally:
+        torch.compile = compile_now
+
+
 def start_engine(model: TrainingModel, config: PretrainConfig, world: World) -> Any:
     """Return a DeepSpeed engine of ``model``, ready for ``train_step`` or a checkpoint."""
     import deepspeed  # noqa: PLC0415
+
+    with _compiled_at_first_call():
+        from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam  # noqa: PLC0415
 
     if config.engine.activation_checkpointing:
         # Copies to and from page-locked memory are asynchronous.
@@ -144,8 +172,6 @@ def start_engine(model: TrainingModel, config: PretrainConfig, world: World) -> 
     groups = parameter_groups(model, config.optimizer)
     optimizer: torch.optim.Optimizer
     if config.optimizer.kind == "muon":
-        from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam  # noqa: PLC0415
-
         optimizer = MuonWithAuxAdam(groups, torch.optim.AdamW, options)
     else:
         optimizer = torch.optim.AdamW(groups, **options)

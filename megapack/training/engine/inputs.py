@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,9 +33,11 @@ from megapack.storage import IndexedDataset
 from megapack.storage.address import is_remote
 from megapack.storage.columns import Column
 from megapack.storage.dataset import read_lengths_file
-from megapack.storage.metadata import damaged_file
+from megapack.storage.index_file import path_of
+from megapack.storage.metadata import damaged_file, meta_path
 from megapack.training.config import DistillConfig, PretrainConfig
 from megapack.training.engine.deepspeed_config import check_deepspeed
+from megapack.training.engine.directory import FileFacts
 from megapack.training.engine.world import World
 from megapack.training.model.architecture import (
     check_checkpoint,
@@ -59,6 +62,7 @@ class Inputs(OpenRun):
     """
 
     def __init__(self, config: PretrainConfig, decided: Decisions | None = None) -> None:
+        self.config = config
         try:
             super().__init__(config, decided)
             options: dict[str, Any] = {
@@ -72,7 +76,11 @@ class Inputs(OpenRun):
                 {} if self.blend is None else open_validation_of_sources(self.blend, **options)
             )
         except FileNotFoundError as error:
-            remedy = _settings_of_data(config)
+            remedy, data = "", config.data
+            if data.valid_prefix and not IndexedDataset.exists(data.valid_prefix):
+                remedy = "to train without held-out documents, add --set data.valid_prefix=null "
+                remedy += "--set data.valid_index=null " if data.valid_index else ""
+                remedy += "--set evaluation.every=null; "
             raise ConfigError(
                 f"data: {error}; {remedy}to plan a run before there are data, give --dry-run "
                 "--lengths (a .npy file of tokens per document, or lognormal:MEAN,MEDIAN,DOCUMENTS)"
@@ -105,18 +113,24 @@ class Inputs(OpenRun):
             "samples": list(self.schedule.samples.fingerprints),
         }
 
-
-def _settings_of_data(config: PretrainConfig) -> str:
-    """Return how to set the keys next to ``data.prefix`` that still name files of other data."""
-    data, settings = config.data, []
-    samples = f"{data.prefix}.samples"
-    if data.index and not Path(data.index).exists() and Path(samples).exists():
-        settings.append(f"data.index={samples}")
-    if data.valid_prefix and not IndexedDataset.exists(data.valid_prefix):
-        settings += ["data.valid_prefix=null", "evaluation.every=null"]
-        settings += ["data.valid_index=null"] * (data.valid_index is not None)
-    added = " ".join(f"--set {setting}" for setting in settings)
-    return f"for the existing data add {added}; " if added else ""
+    def recorded_files(self) -> dict[str, FileFacts]:
+        """Return the facts of the local files that determine the data, by absolute path: samples,
+        manifests, lists, scores, and meta files, which have the checksums of the other files. For
+        a dataset without a meta file, its .bin and .idx, unless they are too large to hash now."""
+        paths: set[str | Path | None] = {self.config.data.blend}
+        for data in (self.data, *self.held_out):
+            paths |= {index.path for index in data.samples.indices}
+            for prefix in local_prefixes(data):
+                pair = [path_of(prefix, suffix) for suffix in (".bin", ".idx")]
+                has_meta = meta_path(prefix).exists()
+                small = [path for path in pair if path.stat().st_size <= _VERIFIED_BYTES]
+                paths |= {meta_path(prefix)} if has_meta else {*small}
+        if self.blend is not None:
+            paths |= {source.scores for source in self.blend.sources}
+            paths |= {p for stage in self.blend.stages for p in (stage.exclude or {}).values()}
+        local = sorted(str(Path(p).absolute()) for p in paths if p and not is_remote(p))
+        with ThreadPoolExecutor(16) as pool:  # a source may have tens of thousands of meta files
+            return dict(zip(local, pool.map(FileFacts.of, map(Path, local)), strict=True))
 
 
 def _valid_positions(positions: str) -> Literal["segment", "document"]:
@@ -154,12 +168,17 @@ def verify_samples(inputs: Inputs, world: World) -> None:
     datasets that have a meta file, once per host; collective. Raises FormatError on all ranks.
     Shards are compared with their manifest later, when the first sample is drawn from them."""
     problem = None
-    if world.rank == world.gather(world.host).index(world.host):
+    if world.is_first_of_host():
         try:
             verify_files(inputs)
         except (MegapackError, OSError) as error:
             problem = str(error)
     world.fail_together(problem, "data", FormatError)
+
+
+def local_prefixes(data: PackedDataset) -> list[str]:
+    prefixes = (prefix for source in data.datasets for prefix, _ in source.columns)
+    return [prefix for prefix in prefixes if not is_remote(prefix)]
 
 
 _VERIFIED_BYTES = 1 << 30  # of tokens and columns, of all sources together
@@ -172,8 +191,7 @@ def verify_files(inputs: Inputs) -> None:
             for shard in index.open_shards:
                 if shard is not None:
                     shard.verify()
-        shards = [prefix for source in data.datasets for prefix, _ in source.columns]
-        local = [prefix for prefix in shards if not is_remote(prefix)]
+        local = local_prefixes(data)
         for prefix in local:
             path = damaged_file(prefix, _VERIFIED_BYTES // len(local))
             if path is not None:

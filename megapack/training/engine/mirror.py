@@ -3,7 +3,7 @@
 With checkpoints of 1,000 and 2,000 steps in s3://bucket/run:
 
     s3://bucket/run/run_id  # id of the run that owns the store
-    s3://bucket/run/log.jsonl  # and evaluation.jsonl: mixing rules need the log of earlier steps
+    s3://bucket/run/log.jsonl  # also evaluation.jsonl and audit.jsonl: mixing rules need the log
     s3://bucket/run/step_00001000_tokens_4096000/zero_pp_rank_0_mp_rank_00_optim_states.pt ...
     s3://bucket/run/step_00001000_tokens_4096000.manifest.json
     s3://bucket/run/step_00002000_tokens_8192000/...  # upload in progress: no manifest yet
@@ -25,6 +25,7 @@ from megapack.storage.locks import make_own_folder, remove_own_folder
 from megapack.storage.remote import client
 from megapack.storage.remote.cache import open_cache
 from megapack.training.engine.directory import (
+    AUDIT,
     LOGS,
     MANIFEST,
     RUN_ID,
@@ -102,7 +103,7 @@ class Mirror:
             copied = functools.partial(self._upload_progress.inside, f"copying {tag} to its mirror")
             for name in manifest.files:
                 client.put_object(f"{self.address}/{tag}/{name}", directory / tag / name, copied)
-            for log in (directory.parent / name for name in LOGS):
+            for log in (directory.parent / name for name in (*LOGS, AUDIT)):
                 if log.exists():
                     client.put_object(f"{self.address}/{log.name}", log)
             client.put_object(f"{self.address}/{tag}{_MANIFEST_SUFFIX}", directory / tag / MANIFEST)
@@ -172,7 +173,7 @@ class Mirror:
                 raise ResumeError(f"{self.address}/{tag}/{name} is missing")
             check = functools.partial(_check, expected, progress)
             open_cache().fetch(file, partial / name, check, progress)
-        for log in (directory.parent / name for name in LOGS):
+        for log in (directory.parent / name for name in (*LOGS, AUDIT)):
             if not log.exists() and (lines := client.find_object(f"{self.address}/{log.name}")):
                 open_cache().fetch(lines, log)
         run.create_id(owner)

@@ -93,6 +93,10 @@ class World:
         """True for the rank that writes the files that only one rank may write."""
         return self.rank == 0
 
+    def is_first_of_host(self) -> bool:
+        """Return True for one rank of every host; collective."""
+        return self.rank == self.gather(self.host).index(self.host)
+
     def gather(self, value: T) -> list[T]:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)

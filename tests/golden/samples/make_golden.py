@@ -1,5 +1,6 @@
-"""Writes version_2.samples, version_3.samples, of groups, and version_4.samples, of trees. Run it
-only to add a golden file for a new version of the format:
+"""Writes version_2.samples, version_3.samples, of groups, version_4.samples, of trees, and
+version_5.samples, of second sizes. Run it only to add a golden file for a new version of the
+format:
 
     python tests/golden/samples/make_golden.py
 
@@ -35,7 +36,12 @@ def golden_trees() -> SampleIndex:
     return pack(LENGTHS, "tree", buckets=48, tokens=(tokens, ends), groups=GROUPS)
 
 
+def golden_second() -> SampleIndex:
+    return pack(LENGTHS, buckets=[8, 16], seed=11, second=LENGTHS % 5, second_capacity=[4, 6])
+
+
 if __name__ == "__main__":
     golden_index().save(FILES / "version_2.samples", source=SOURCE)
     golden_groups().save(FILES / "version_3.samples", source=SOURCE)
     golden_trees().save(FILES / "version_4.samples", source=SOURCE)
+    golden_second().save(FILES / "version_5.samples", source=SOURCE)

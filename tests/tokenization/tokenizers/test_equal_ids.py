@@ -111,7 +111,7 @@ def test_guarded_text_is_found_at_any_position() -> None:
 
 
 def test_added_tokens_that_can_overlap_are_guarded() -> None:
-    """Which of two overlapping tokens is found depends on the order of the search."""
+    """The order of the search decides which of two overlapping tokens matches."""
 
     def guarded(*contents: str) -> set[bytes]:
         tokens = [{"id": i, "content": content} for i, content in enumerate(contents)]

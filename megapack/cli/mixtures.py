@@ -1,0 +1,208 @@
+"""Try mixtures on proxies of a run, and propose weights for its sources.
+
+FILE is a configuration of megapack-pretrain with a blend whose sources have held-out documents
+(valid_prefix). The command writes one proxy (as `megapack-build proxy` does) and one run of it per
+mixture, in folders of DIR named for their content, and prints their commands; --run runs them.
+Call it again at any time: finished runs are kept, and as soon as there are enough, a regression of
+their held-out losses proposes weights.
+
+--design dirichlet draws --number mixtures around the weights of the manifest, one tries each source
+at twice and at half of its weight, and a YAML file lists them (mixtures: [{web: 0.8, code: 0.2},
+{web: 1}]). The first mixture is always the manifest's own.
+
+Results belong to the content of sources and to the other settings of the run. So a source that is
+renamed keeps its results; with an added one, earlier runs count as runs that gave it no weight; if
+you change the model, the scale or the steps, all runs are new.
+
+  weight      proposed, and where 90 % of the proposals of resampled runs are
+  rank        correlation of the ranks of the measured losses with ranks that the regression
+              predicts from all other runs: below about .7, trust no proposal; run more
+
+The regression is scikit-learn's ridge regression of the logarithm of every held-out loss; the
+proposal is the mean of the best 100 of 20,000 mixtures of the design (RegMix, arXiv 2407.01492),
+among those that repeat no source more than max_epochs times.
+
+examples:
+  megapack-build mixtures run.yaml tries --scale 1/64 --number 48
+  megapack-build mixtures run.yaml tries --scale 1/64 --number 48 --run --workers 4
+  megapack-build mixtures run.yaml tries --scale 1/64 --number 48 --run --part 3/8 \\
+      --launch "torchrun --nproc-per-node 8 -m megapack.training.pretrain"
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megapack.cli.arguments import add_flags, add_shared, positive
+from megapack.cli.output import Work, note, print_result, print_table
+from megapack.cli.pack import add_sharing
+from megapack.cli.proxy import add_scale, planned, title_of
+from megapack.config import load_config
+from megapack.errors import DataError, MegapackError
+from megapack.executors import Counted, Report, run_shards
+from megapack.training.mixtures import (
+    Proposal,
+    Trial,
+    design,
+    evidence_in,
+    limits_of,
+    prior_of,
+    propose,
+    trials_of,
+)
+from megapack.training.proxy import RUN
+from megapack.units import counted
+
+PRETRAIN = (sys.executable, "-m", "megapack.training.pretrain")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="FILE", help="YAML of the run")
+    parser.add_argument("folder", metavar="DIR", help="folder of the proxies")
+    add_scale(parser)
+    parser.add_argument(
+        "--design",
+        default="dirichlet",
+        metavar="D",
+        help="mixtures to try: dirichlet, one, or a file that lists them (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--number",
+        type=positive,
+        default=32,
+        metavar="N",
+        help="mixtures of the design dirichlet (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--concentration",
+        type=float,
+        default=1.0,
+        metavar="C",
+        help="of the design dirichlet and of proposals; larger: nearer to the manifest's weights "
+        "(default: %(default)s)",
+    )
+    add_flags(parser, run="run what has not ended, and resume what was stopped")
+    parser.add_argument(
+        "--launch",
+        metavar="COMMAND",
+        help="start of the command of a run (default: this Python, -m megapack.training.pretrain)",
+    )
+    add_shared(parser, "--dry-run", "--json")
+    add_sharing(parser.add_argument_group("many runs (with --run)"))
+
+
+@dataclass(frozen=True)
+class Runner:
+    """Runs trials; picklable."""
+
+    commands: tuple[tuple[str, ...], ...]
+    logs: tuple[Path, ...]
+    threads: int = 1
+
+    def build(self, index: int, report: Report) -> None:
+        with self.logs[index].open("ab") as log:
+            done = subprocess.run(self.commands[index], stdout=log, stderr=log, check=False)
+        if done.returncode:
+            raise MegapackError(
+                f"{shlex.join(self.commands[index])} ended with status {done.returncode}: see the "
+                f"end of {self.logs[index]}; finished runs are kept, run the same command to resume"
+            )
+        report(Counted(documents=1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listed:
+    """File of --design."""
+
+    mixtures: tuple[dict[str, float], ...]  # weight by name of the source; others get none
+
+
+def run(args: argparse.Namespace) -> None:
+    folder = Path(args.folder).absolute()
+    scale = f"{args.scale.numerator}-{args.scale.denominator}"
+    proxy = planned(args, folder / f"proxy-{scale}-{args.seed}")
+    prior, names = prior_of(proxy), [source.name for source in proxy.sources]
+    kind = args.design
+    if kind not in ("dirichlet", "one"):
+        kind = load_config(Listed, kind).mixtures
+    how = {"concentration": args.concentration, "seed": args.seed}
+    trials = trials_of(folder, proxy, design(names, prior, kind, number=args.number, **how))
+    launch = PRETRAIN if args.launch is None else tuple(shlex.split(args.launch))
+    commands = [(*launch, "--config", str(trial.folder / RUN)) for trial in trials]
+    if not args.dry_run:
+        proxy.write(title_of(args), overwrite=True)
+        for trial in trials:
+            trial.write(title_of(args))
+        if args.run:
+            _run_trials(args, trials, commands)
+    record, proposal, why = trials[0].record, None, ""
+    try:
+        evidence = evidence_in(folder, record.settings)
+        held_out = list(dict.fromkeys(record.held_out.values()))
+        sources = list(record.weights)
+        proposal = propose(evidence, sources, held_out, prior, limits=limits_of(proxy), **how)
+    except DataError as error:
+        why = str(error)
+    losses = [trial.losses for trial in trials]
+    weights = [list(trial.record.weights.values()) for trial in trials]
+    rows = zip(weights, losses, map(list, commands), strict=True)
+    facts = {
+        "sources": names,
+        "trials": [dict(zip(("weights", "losses", "command"), row, strict=True)) for row in rows],
+        "proposal": proposal and asdict(proposal),
+    }
+
+    def show() -> None:
+        for command, of_trial in zip(commands, losses, strict=True):
+            if of_trial is None:
+                print(shlex.join(command))
+        if proposal is None:
+            note(f"no proposal yet: {why}")
+        else:
+            _show(proposal, names, prior)
+
+    print_result(args, facts, show)
+
+
+def _run_trials(
+    args: argparse.Namespace, trials: Sequence[Trial], commands: Sequence[tuple[str, ...]]
+) -> None:
+    """Run the trials of this machine that have not ended."""
+    i, n = args.part or (0, 1)
+    waiting = [k for k in range(i, len(trials), n) if trials[k].losses is None]
+    logs = tuple(trial.folder / "output.log" for trial in trials)
+    with Work(f"training {counted(len(waiting), 'run')}") as work:
+        run_shards(
+            Runner(tuple(commands), logs),
+            waiting,
+            work.counting(len(waiting), lambda piece: piece.documents),
+            executor=args.executor or "local",
+            num_processes=max(1, min(args.workers, len(waiting))),
+            ray_address=args.ray_address,
+        )
+
+
+def _show(proposal: Proposal, names: list[str], prior: list[float]) -> None:
+    rows = zip(names, prior, proposal.weights, proposal.low, proposal.high, strict=True)
+    columns: dict[str, Any] = {
+        "source": lambda row: row[0],
+        "now": lambda row: f"{row[1]:.4f}",
+        "weight": lambda row: f"{row[2]:.4f}",
+        "from": lambda row: f"{row[3]:.4f}",
+        "to": lambda row: f"{row[4]:.4f}",
+    }
+    print_table(columns, sorted(rows, key=lambda row: -row[2]))
+    ignored = proposal.num_ignored
+    print(
+        f"\npredicted held-out loss {proposal.loss:.4f}, and {proposal.prior_loss:.4f} with the "
+        f"weights now; {counted(proposal.num_trials, 'run')}, rank correlation "
+        f"{proposal.rank_correlation:.2f}"
+        + (f"; {counted(ignored, 'run')} with other sources ignored" if ignored else "")
+    )
