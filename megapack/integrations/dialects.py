@@ -212,8 +212,10 @@ def loss_terms(batch: Mapping[str, Any], dialect: Dialect) -> LossTerms:
     return LossTerms(*map(wrap, _loss_terms(on_cpu, dialect)))
 
 
-_READ = ("tokens", "labels", "loss_mask", "position_ids", "dataset_ids")
-_READ += ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
+_READ = (
+    *("tokens", "labels", "loss_mask", "position_ids", "dataset_ids"),
+    *("cu_seqlens", "cu_seqlens_padded", "max_seqlen"),
+)
 
 
 def _on_cpu(batch: Mapping[str, Any]) -> tuple[dict[str, Any], Callable[[NDArray[Any]], Any]]:

@@ -123,10 +123,10 @@ def other_tokens(tokens: Tensor, documents: Documents) -> Tensor:
         return following(tokens)
     # One sort for all documents: a search for each would cost documents x tokens.
     by_document = of_token.argsort(stable=True)[len(of_token) - sum(lengths) :]
-    every = tokens.flatten()[by_document.to(tokens.device)].split(lengths)
+    every = torch.split(tokens.flatten()[by_document.to(tokens.device)], lengths)
     both = [torch.stack([part[end] for part in every]) for end in (0, -1)]
     same = [ids[:1] for ids in both if bool((ids == ids[0]).all())]
-    kept = torch.cat(same or [both[0][:0]]).unique()
+    kept = torch.cat(same or [both[0][:0]]).unique()  # type: ignore[no-untyped-call]
     if high - low <= len(kept) or any(bool(torch.isin(part, kept).all()) for part in every):
         return following(tokens)  # no other id is left, or a document has none that may change
     others = following(tokens)
