@@ -6,6 +6,7 @@
 2. The same with one sample per rank and step, where no assignment helps: samples sorted by cost
    inside a window (``cost_window``), of one source, of eight equal and of three different sources.
    The price is ``spread_of_steps``: standard deviation over mean of the steps' mean cost.
+   ``step``: a step, drawn in order; ``steps_of``: the steps of a random sample in three epochs.
 3. DeepSpeed's batch_by_seqlens and megapack on the same lengths: seconds (DeepSpeed's grow with the
    square of the number of documents), and whether all ranks of a step have equal tokens and shapes.
 4. Time for the buckets of 1e6 steps, compared with numpy's shuffle of 1e6 numbers, and time for a
@@ -89,7 +90,18 @@ def windows(lengths: Lengths, capacity: int) -> list[dict[str, Any]]:
             case = f"{capacity}, 1 per rank, {name}, window {window}"
             spread = float(np.std(costs) / np.mean(costs))
             rows.append({"case": case, **_means(items), "spread_of_steps": spread})
+            rows[-1] |= _times(schedule)
     return rows
+
+
+def _times(schedule: Schedule) -> dict[str, float]:
+    """Return milliseconds of the first steps in order, and of the steps of a sample in 3 epochs."""
+    num_steps = 3 * schedule.num_steps()
+    steps, _ = timed(lambda: [schedule.step(i) for i in range(640)])
+    samples = np.random.default_rng(0).integers(0, schedule.samples.num_samples, 50).tolist()
+    found = [timed(partial(schedule.steps_of, sample, num_steps))[0] for sample in samples]
+    ms = {"step": steps / 640, "steps_of_min": min(found), "steps_of": float(np.median(found))}
+    return {f"{name}_ms": 1000 * seconds for name, seconds in ms.items()}
 
 
 def _means(items: list[Any]) -> dict[str, Any]:

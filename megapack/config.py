@@ -97,7 +97,7 @@ def from_dict(cls: type[T], tree: Any, *, where: str = "configuration") -> T:
     an unknown key x suggests the field with ``metadata={"formerly": "x"}``."""
     if not isinstance(tree, Mapping):
         raise ConfigError(f"{where} is {tree!r:.200}; it must be a mapping of keys")
-    hints, required, formerly = _keys(cls)
+    hints, required, formerly = _keys(cls)  # type: ignore[arg-type]
     check_known(where, "key", tree, hints, formerly)
     values = {key: _convert(hints[key], tree[key], f"{where}: {key}") for key in tree}
     for name in required:

@@ -142,7 +142,7 @@ def _compiled_at_first_call() -> Iterator[None]:
 
         return call
 
-    torch.compile = compile_later
+    torch.compile = compile_later  # type: ignore[assignment]
     try:
         yield
     finally:
