@@ -407,6 +407,7 @@ def open_source(
 T = TypeVar("T")
 
 AHEAD_BYTES = 1 << 26
+_SOON_BYTES = 1 << 30  # fetched within seconds
 _CACHE_PART = 16  # a prefetch uses 1 / 16 of the cache: all processes of a node share it
 
 
@@ -417,6 +418,13 @@ def _chunks_of(rows: RemoteRows) -> Iterator[tuple[RemoteRows, Ids]]:
     begin = os.getpid() * 40_503 % max(1, len(firsts))
     for first in (*firsts[begin:], *firsts[:begin]):
         yield rows, np.arange(first, min(first + CHUNK_BLOCKS, num_blocks))
+
+
+def _with_chunks(rows: RemoteRows, blocks: Ids) -> Ids:
+    """Return all blocks of the chunks that contain ``blocks``."""
+    firsts = np.unique(blocks // CHUNK_BLOCKS) * CHUNK_BLOCKS
+    whole = (firsts[:, None] + np.arange(CHUNK_BLOCKS)).ravel()
+    return whole[whole * BLOCK_BYTES < rows.nbytes]
 
 
 class RemoteReads:
@@ -452,13 +460,15 @@ class RemoteReads:
         limit = open_cache().limit
         return AHEAD_BYTES if limit is None else min(AHEAD_BYTES, limit // _CACHE_PART)
 
-    def prefetch(self, sample_ids: Ids) -> int:
-        """Fetch the blocks for a gather of samples in the background; return their bytes."""
+    def prefetch(self, sample_ids: Ids, *, whole_chunks: bool = False) -> int:
+        """Fetch the blocks for a gather of samples in the background; return their bytes.
+        ``whole_chunks``: fetch their chunks, if all missing chunks come within seconds."""
         self._open_for(sample_ids)
         num_bytes = 0
         for rows, blocks in self._blocks(sample_ids):
-            rows.want(blocks)
             num_bytes += blocks.size * BLOCK_BYTES
+            soon = rows.missing_bytes <= _SOON_BYTES and open_cache().has_room(_SOON_BYTES)
+            rows.want(_with_chunks(rows, blocks) if whole_chunks and soon else blocks)
         return num_bytes
 
     def copy_ahead(self) -> None:

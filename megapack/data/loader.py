@@ -95,7 +95,9 @@ def prefetch_remote(
         while bytes_ahead <= allowance and (group := list(islice(upcoming, batches_per_request))):
             num_open = reads.num_open
             ids = np.concatenate([np.asarray(item.sample_ids, np.int64) for item in group])
-            bytes_each = max(reads.prefetch(ids) / len(group), _LEAST_BYTES)
+            bytes_each = max(
+                reads.prefetch(ids, whole_chunks=copy_ahead) / len(group), _LEAST_BYTES
+            )
             requested.extend((item, bytes_each) for item in group)
             bytes_ahead += bytes_each * len(group)
             batches_per_portion = max(1, int(portion / bytes_each))

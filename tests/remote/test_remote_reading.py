@@ -202,6 +202,7 @@ def test_shards_are_copied_ahead_if_a_quarter_is_read(
     assert isinstance(rows, RemoteRows) and rows.nbytes > 2 << 20
     last = np.arange(rows.nbytes // BLOCK_BYTES - 3, rows.nbytes // BLOCK_BYTES)
     assert rows.are_here(last) is is_copied
+    assert (rows.missing_bytes == 0) is is_copied
 
 
 def test_blocks_of_ranges_are_unique() -> None:

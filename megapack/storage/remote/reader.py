@@ -222,6 +222,10 @@ class RemoteRows:
                 begin, num_bytes = first * page_bytes, (last - first) * page_bytes
                 self._memory.madvise(mmap.MADV_DONTNEED, begin, num_bytes)
 
+    @property
+    def missing_bytes(self) -> int:
+        return BLOCK_BYTES * int((~self._seen[: -(-self.nbytes // BLOCK_BYTES)]).sum())
+
     def num_missing(self, blocks: Blocks) -> int:
         return int((~self._seen[blocks]).sum())
 
