@@ -7,7 +7,8 @@ in ranges of 4 MiB, 64 at a time. All other cases make batches:
 - ``local file``: from the .bin on this machine's disk, the reference for waiting: at this speed the
   trainer also waits for the CPU if both cores are busy;
 - ``shuffled``: the default, a source that was not arranged: documents in the schedule's order, at
-  random places, with an empty cache;
+  random places, with an empty cache; the first steps, and ``an epoch``, in which the loader also
+  copies the whole file;
 - ``arranged``: the same after ``megapack-build arrange``: samples are drawn in the order in which
   their documents are stored;
 - ``whole file, then``: the .bin is downloaded first, then read from disk;
@@ -189,6 +190,7 @@ def main() -> None:
             sides: dict[str, tuple[Callable[..., Any], bool, int]] = {
                 "local file": (partial(batches, prefix, samples), False, count),
                 "shuffled": (ours, True, count // 40),  # documents at random places
+                "shuffled, an epoch": (ours, True, count),
                 "arranged": (ours, False, count),
                 "whole file, then arranged": (copied, False, count),
                 "Megatron, arranged": (theirs, False, count),

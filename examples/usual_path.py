@@ -16,27 +16,27 @@ def pack_bucket(lengths: list[int], capacities: list[int]) -> Buckets:
     most = capacities[-1]
     chunks = [[(d, i * most, most)] for d, n in enumerate(lengths) for i in range(n // most)]
     rests = [(d, n - n % most, n % most) for d, n in enumerate(lengths) if n % most]
-    options = [fill_samples(rests, capacities, promote) for promote in (False, True)]
+    options = [fill_samples(rests, capacities, effort) for effort in range(3)]
     tokens = [sum(capacity * len(buckets[capacity]) for capacity in buckets) for buckets in options]
     padding = tokens[0] - sum(length for _, _, length in rests)
-    buckets = options[1 if tokens[1] < tokens[0] and 1000 * padding > tokens[0] else 0]
+    buckets = options[tokens.index(min(tokens)) if 1000 * padding > tokens[0] else 0]
     return {**buckets, most: chunks + buckets[most]}
 
 
-def fill_samples(rests: Sample, capacities: list[int], promote: bool) -> Buckets:
+def fill_samples(rests: Sample, capacities: list[int], effort: int) -> Buckets:
     """Open a sample with the longest document; add the longest that fits until none does."""
     buckets: Buckets = {capacity: [] for capacity in capacities}
     pool = sorted(rests, key=lambda segment: -segment[2])  # equal lengths stay in file order
     while pool:
-        capacity, sample = min(c for c in capacities if c >= pool[0][2]), []
+        shortest, capacity, sample = pool[-1][2], min(c for c in capacities if c >= pool[0][2]), []
         while pool:
-            used = sum(length for _, _, length in sample)
-            fitting = [segment for segment in pool if used + segment[2] <= capacity]
-            larger = [c for c in capacities if used + pool[-1][2] <= c]  # fit one more document
-            if fitting:
-                sample.append(fitting[0])
-                pool.remove(fitting[0])
-            elif promote and larger and 20 * (capacity - used) > capacity:  # 5 % of padding
+            space = capacity - sum(length for _, _, length in sample)
+            fits = [s for s in pool if s[2] <= space]
+            best = [s for s in fits if effort < 2 or not sample or not 0 < space - s[2] < shortest]
+            larger = [c for c in capacities if c - capacity + space >= pool[-1][2]]  # fit one more
+            if fits:
+                sample.append(pool.pop(pool.index((best or fits)[0])))
+            elif effort > 0 and larger and 20 * space > capacity:  # 5 % of padding
                 capacity = larger[0]
             else:
                 break

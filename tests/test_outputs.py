@@ -2,8 +2,9 @@
 
 What users get (datasets, samples, steps, batches) is made here through the command line and the
 public names alone, and its bytes are hashed (first on fee8912; since then five schedules changed,
-of one source, whose stages gave it another weight: that changes nothing, and the order goes on). A
-deliberate change is written anew by
+of one source, whose stages gave it another weight: that changes nothing, and the order goes on; the
+schedules of `bucket` keep `promote: on`, which was its default choice). A deliberate change is
+written anew by
 
     python tests/test_outputs.py
 """
@@ -34,11 +35,14 @@ ONE, MANY = {"buckets": 256}, {"buckets": BUCKETS}
 STRATEGIES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(["pad", "concat", "next_fit", "length_sorted", "seamless"], ONE),
     **dict.fromkeys(["best_fit_decreasing", "first_fit_decreasing"], ONE),
-    **dict.fromkeys(["decompose", "bucket", "bucket_llm", "bucket_v0", "bucket_naive"], MANY),
+    **dict.fromkeys(["decompose", "bucket_llm", "bucket_v0", "bucket_naive"], MANY),
+    "bucket": {**MANY, "promote": "on"},
     "concat_atoms": {"strategy": "concat", **ONE, "atom_size": 64},
     "concat_shuffled": {"strategy": "concat", **ONE, "shuffle": True},
-    "bucket_aligned": {"strategy": "bucket", **MANY, "alignment": 8},
-    "bucket_capped": {"strategy": "bucket", **MANY, "max_segments": 4},
+    "bucket_aligned": {"strategy": "bucket", **MANY, "promote": "on", "alignment": 8},
+    "bucket_capped": {"strategy": "bucket", **MANY, "promote": "on", "max_segments": 4},
+    "bucket_default": {"strategy": "bucket", **MANY},
+    "bucket_lookahead": {"strategy": "bucket", **MANY, "promote": "lookahead"},
 }
 
 

@@ -153,6 +153,7 @@ BucketRules bucket_rules(Rules& rules) {
             {{"pad", Overflow::kPad}, {"head", Overflow::kHead}, {"promote", Overflow::kPromote}});
     if (rules.has("padding_threshold")) result.padding_threshold = rules.ratio("padding_threshold");
     rules.take("pairs", result.pairs);
+    rules.take("lookahead", result.lookahead);
     rules.take("shuffle_segments", result.shuffle_segments);
     rules.take("pool_size", result.pool_size);
     rules.take("max_segments", result.max_segments);

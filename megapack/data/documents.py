@@ -15,8 +15,9 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
@@ -33,7 +34,7 @@ from megapack.storage.address import is_remote
 from megapack.storage.columns import INTERPRETED, LABELS, WEIGHTS, Column, ColumnSpec
 from megapack.storage.dataset import check_converted
 from megapack.storage.metadata import common_metadata, differing_tokens
-from megapack.storage.remote.cache import open_cache
+from megapack.storage.remote.cache import CHUNK_BLOCKS, NUM_COPIES, open_cache
 from megapack.storage.remote.checksums import BLOCK_BYTES
 from megapack.storage.remote.reader import RemoteRows, blocks_of, read_consistently
 
@@ -406,7 +407,24 @@ def open_source(
 T = TypeVar("T")
 
 AHEAD_BYTES = 1 << 26
+_SOON_BYTES = 1 << 30  # fetched within seconds
 _CACHE_PART = 16  # a prefetch uses 1 / 16 of the cache: all processes of a node share it
+
+
+def _chunks_of(rows: RemoteRows) -> Iterator[tuple[RemoteRows, Ids]]:
+    """Yield the blocks of each chunk. Processes of a node begin at different chunks."""
+    num_blocks = -(-rows.nbytes // BLOCK_BYTES)
+    firsts = range(0, num_blocks, CHUNK_BLOCKS)
+    begin = os.getpid() * 40_503 % max(1, len(firsts))
+    for first in (*firsts[begin:], *firsts[:begin]):
+        yield rows, np.arange(first, min(first + CHUNK_BLOCKS, num_blocks))
+
+
+def _with_chunks(rows: RemoteRows, blocks: Ids) -> Ids:
+    """Return all blocks of the chunks that contain ``blocks``."""
+    firsts = np.unique(blocks // CHUNK_BLOCKS) * CHUNK_BLOCKS
+    whole = (firsts[:, None] + np.arange(CHUNK_BLOCKS)).ravel()
+    return whole[whole * BLOCK_BYTES < rows.nbytes]
 
 
 class RemoteReads:
@@ -418,6 +436,9 @@ class RemoteReads:
     ) -> None:
         self._gatherer, self._open_for, self._expected = gatherer, open_for, expected
         self._rows: dict[int, list[RemoteRows]] = {}  # shard -> its arrays
+        self._copied: set[int] = set()  # shards whose chunks have all been requested
+        self._chunks: Iterator[tuple[RemoteRows, Ids]] = iter(())
+        self._copying: set[Future[None]] = set()
 
     def add(self, shard: int, *arrays: Any) -> None:
         """Register the arrays of a shard that was opened: tokens and rows of columns."""
@@ -439,14 +460,31 @@ class RemoteReads:
         limit = open_cache().limit
         return AHEAD_BYTES if limit is None else min(AHEAD_BYTES, limit // _CACHE_PART)
 
-    def prefetch(self, sample_ids: Ids) -> int:
-        """Fetch the blocks for a gather of samples in the background; return their bytes."""
+    def prefetch(self, sample_ids: Ids, *, whole_chunks: bool = False) -> int:
+        """Fetch the blocks for a gather of samples in the background; return their bytes.
+        ``whole_chunks``: fetch their chunks, if all missing chunks come within seconds."""
         self._open_for(sample_ids)
         num_bytes = 0
         for rows, blocks in self._blocks(sample_ids):
-            rows.want(blocks)
             num_bytes += blocks.size * BLOCK_BYTES
+            soon = rows.missing_bytes <= _SOON_BYTES and open_cache().has_room(_SOON_BYTES)
+            rows.want(_with_chunks(rows, blocks) if whole_chunks and soon else blocks)
         return num_bytes
+
+    def copy_ahead(self) -> None:
+        """Request the next chunks of the open shards, a few at a time, if the cache has room for
+        them: random samples read small ranges, whose latency leaves the connection idle."""
+        self._copying = {request for request in self._copying if not request.done()}
+        while len(self._copying) < 2 * NUM_COPIES:
+            rows, blocks = next(self._chunks, (None, None))
+            if rows is not None and blocks is not None:
+                self._copying |= rows.want(blocks, copy=True)
+            elif shards := self._rows.keys() - self._copied:
+                self._copied.add(min(shards))
+                arrays = (a for a in self._rows[min(shards)] if open_cache().has_room(a.nbytes))
+                self._chunks = chain.from_iterable(map(_chunks_of, arrays))
+            else:
+                return
 
     def are_local(self, sample_ids: Ids) -> bool:
         """Return whether samples can be gathered without waiting."""

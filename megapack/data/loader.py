@@ -15,6 +15,7 @@ torch's DataLoader.
 from __future__ import annotations
 
 import logging
+import os
 import resource
 import sys
 from collections import deque
@@ -82,11 +83,12 @@ _LEAST_BYTES = 1 << 14  # counted per micro batch, also if it needs nothing remo
 
 
 def prefetch_remote(
-    micro_batches: Iterable[MicroBatch], reads: RemoteReads
+    micro_batches: Iterable[MicroBatch], reads: RemoteReads, *, copy_ahead: bool = False
 ) -> Iterator[MicroBatch]:
     """Yield micro batches; meanwhile fetch the bytes of later ones from the object store. A request
     takes tens of milliseconds regardless of its size. So up to ``reads.ahead_bytes`` are local or
-    in flight, and neighboring ranges of several micro batches become one request."""
+    in flight, and neighboring ranges of several micro batches become one request. ``copy_ahead``:
+    meanwhile copy whole shards, since most of their bytes will be needed."""
     upcoming = iter(micro_batches)
     requested: deque[tuple[MicroBatch, float]] = deque()  # micro batch, bytes it needs
     # Request in portions, so that the connection is never idle between two requests.
@@ -96,7 +98,9 @@ def prefetch_remote(
         while bytes_ahead <= allowance and (group := list(islice(upcoming, batches_per_request))):
             num_open = reads.num_open
             ids = np.concatenate([np.asarray(item.sample_ids, np.int64) for item in group])
-            bytes_each = max(reads.prefetch(ids) / len(group), _LEAST_BYTES)
+            bytes_each = max(
+                reads.prefetch(ids, whole_chunks=copy_ahead) / len(group), _LEAST_BYTES
+            )
             requested.extend((item, bytes_each) for item in group)
             bytes_ahead += bytes_each * len(group)
             batches_per_portion = max(1, int(portion / bytes_each))
@@ -107,6 +111,8 @@ def prefetch_remote(
             batches_per_request = batches_per_portion
         if not requested:
             return
+        if copy_ahead:
+            reads.copy_ahead()
         item, num_bytes = requested.popleft()
         # In-flight requests share the bandwidth unevenly, and data that is needed next must not
         # wait for data that is needed much later: grow by the consumed bytes, or by a quarter of
@@ -382,6 +388,13 @@ class PackedLoader:
         finally:
             prefetcher.close()
 
+    def _reads_a_quarter(self) -> bool:
+        """Return whether the ranks of this node, which share a cache, draw at least a quarter of an
+        epoch: random samples then touch most blocks."""
+        ranks_of_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        num_steps = self.sampler.num_steps * ranks_of_node
+        return 4 * num_steps >= self.schedule.num_steps() * self.sampler.data_parallel_size
+
     def _gathered(self) -> Iterator[Batch]:
         # The trainer reads one, the gather writes one, ``prefetch`` are ready.
         ring = [
@@ -391,7 +404,8 @@ class PackedLoader:
         indices, wrap = read_indices(self.dataset), wrapper(self.dataset.framework)
         upcoming: Iterable[MicroBatch] = self.sampler
         if self.dataset.remote_reads.any:
-            upcoming = prefetch_remote(upcoming, self.dataset.remote_reads)
+            reads = self.dataset.remote_reads
+            upcoming = prefetch_remote(upcoming, reads, copy_ahead=self._reads_a_quarter())
         for i, item in enumerate(prefetch_local(upcoming, self.dataset, self.read_ahead)):
             layout, shared = self.layouts[item.capacity], item.sequence_parallel_size
             batch = self.dataset.micro_batch(

@@ -221,7 +221,7 @@ def pack(
     placement: Literal["exact", "paper", "published"] | None = None,
     pool: Literal["drain", "stream"] | None = None,
     pool_size: int | None = None,
-    promote: Literal["auto", "on", "off"] | None = None,
+    promote: Literal["auto", "on", "lookahead", "off"] | None = None,
     r_max: float | None = None,
     refine: bool | None = None,
     shuffle: bool | None = None,

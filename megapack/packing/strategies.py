@@ -422,8 +422,9 @@ def _bucket_rules(
         )
     buckets = request.buckets
     padded: dict[str, Any] = {"buckets": buckets, "max_segments": max_segments or 0}
-    promoted = {"overflow": "promote", "padding_threshold": exact_ratio(padding_threshold)}
-    rules = {"off": padded, "on": padded | promoted}
+    threshold = exact_ratio(padding_threshold)
+    promoted = padded | {"overflow": "promote", "padding_threshold": threshold}
+    rules = {"off": padded, "on": promoted, "lookahead": promoted | {"lookahead": True}}
     decisions: dict[str, str] = {}
     if promote != "auto" and not refine:
         return rules[promote], decisions
@@ -432,10 +433,14 @@ def _bucket_rules(
     tokens = int((counts * np.arange(len(counts))).sum())
     if promote == "auto":
         off, on = (_Outcome.of(counts, buckets, rules[name]) for name in ("off", "on"))
-        promote = "on" if off.pads_too_much(tokens) and off.positions > on.positions else "off"
+        tried = {"off": off}
+        if off.pads_too_much(tokens):
+            tried |= {"on": on, "lookahead": _Outcome.of(counts, buckets, rules["lookahead"])}
+        promote = min(tried, key=lambda name: tried[name].positions)
+        alternative = on if promote == "off" else tried[promote]
         decisions["promote"] = (
             f"{promote}: documents shorter than the largest bucket would be padded by "
-            f"{off.padding(tokens)} without and by {on.padding(tokens)} with it"
+            f"{off.padding(tokens)} without and by {alternative.padding(tokens)} with it"
         )
     if not refine:
         return rules[promote], decisions
@@ -457,7 +462,8 @@ def _try_to_refine(
         unrefined.samples + sum(s.count for s in samples),
     )
     price = price_of_a_sample(buckets)
-    better = refined.positions - price * refined.samples < plain.positions - price * plain.samples
+    worth = plain.positions - refined.positions + price * (refined.samples - plain.samples)
+    better = refined.positions <= plain.positions and worth > 0
     reason = (
         f"{'taken' if better else 'left'}: {refined.padding(tokens)} padding in "
         f"{refined.samples:,} samples with it, {plain.padding(tokens)} in {plain.samples:,} without"
@@ -515,8 +521,9 @@ def _bucket_llm(request: Request, *, pairs: bool) -> Packing:
         "promote",
         "auto",
         "on: a sample that would be padded by more than padding_threshold moves to a larger "
-        "bucket and gets more documents; auto: on if that saves enough padding",
-        choices=("auto", "on", "off"),
+        "bucket and gets more documents; lookahead: also, documents that leave no space or enough "
+        "for another come first; auto: the one that pads least, or off if that pads at most 0.1 %",
+        choices=("auto", "on", "lookahead", "off"),
     ),
     Parameter(
         "padding_threshold",
@@ -536,8 +543,8 @@ def _bucket_llm(request: Request, *, pairs: bool) -> Packing:
     Parameter(
         "refine",
         False,
-        "look for better samples with a linear program, and take them if they are worth "
-        "it (needs highspy; takes seconds for any number of documents)",
+        "look for better samples with a linear program, and take them if they pad no more (needs "
+        "highspy; takes seconds for any number of documents)",
     ),
     many_buckets=True,
     two_capacities=True,

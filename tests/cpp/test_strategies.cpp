@@ -88,9 +88,11 @@ void run_all(const std::vector<Length>& lengths, std::int64_t capacity) {
     for (const std::int64_t pool_size : {1, 7, 1000}) {
         for (const Overflow overflow : {Overflow::kPad, Overflow::kHead, Overflow::kPromote}) {
             const bool head = overflow == Overflow::kHead;
-            BucketRules rules{buckets, overflow, Ratio(1, 20), head, head, pool_size, 0, {}};
+            BucketRules rules{buckets, overflow, Ratio(1, 20), head, head, false, pool_size, 0, {}};
             MEGAPACK_RUN(bucket, rules);
             MEGAPACK_RUN(bucket_stream, rules);
+            rules.lookahead = overflow == Overflow::kPromote;
+            MEGAPACK_RUN(bucket, rules);
             rules.max_segments = 7;
             MEGAPACK_RUN(bucket, rules);
         }

@@ -121,7 +121,9 @@ def packed_lengths(num_documents: int, longest: int, seed: int = 0) -> np.ndarra
 def packed_index(
     num_documents: int = 400, buckets: Sequence[int] = (16, 32, 64), seed: int = 0
 ) -> SampleIndex:
-    return pack(packed_lengths(num_documents, max(buckets), seed), "bucket", buckets=list(buckets))
+    """Pack with ``promote="off"``: golden orders are of these samples, whatever the default is."""
+    lengths = packed_lengths(num_documents, max(buckets), seed)
+    return pack(lengths, "bucket", buckets=list(buckets), promote="off")
 
 
 def packed_shards(manifest: Path | str, prefixes: Sequence[object], **options: Any) -> ShardedIndex:

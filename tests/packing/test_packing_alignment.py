@@ -145,7 +145,7 @@ def test_refine_pads_less_without_more_cuts() -> None:
     assert same_arrays(index, pack(documents, buckets=BUCKETS, refine=True, threads=3))
 
 
-@pytest.mark.parametrize("promote", ["on", "off"])
+@pytest.mark.parametrize("promote", ["on", "off", "lookahead"])
 def test_patterns_are_packed_as_defined(promote: str) -> None:
     documents = without_short_documents(2000)
     index = pack(documents, buckets=BUCKETS, refine=True, promote=promote)
@@ -153,7 +153,8 @@ def test_patterns_are_packed_as_defined(promote: str) -> None:
     samples, left = refine(counts, BUCKETS)
     assert index.decisions["refine"].startswith("taken") and left.sum() < len(documents) / 2
     patterns = tuple((s.bucket, s.count, s.lengths) for s in samples)
-    rules = Rules(BUCKETS, "promote" if promote == "on" else "pad", 0.05)
+    rules = Rules(BUCKETS, "pad" if promote == "off" else "promote", 0.05)
+    rules.lookahead = promote == "lookahead"
     assert as_packing(index) == drained(documents.tolist(), rules, len(documents), 0, patterns)
 
 

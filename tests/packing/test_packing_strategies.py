@@ -245,15 +245,18 @@ def test_default_strategy_cuts_only_too_long_documents() -> None:
 def test_promote_auto_takes_the_better_choice() -> None:
     short = web_like(20_000)
     no_short = short + 70  # no two documents fit into one bucket
-    buckets = [128, 256, 512]
-    for better, documents in (("off", short), ("on", no_short)):
-        made = {how: pack(documents, buckets=buckets, promote=how) for how in ("on", "off", "auto")}
-        assert made["auto"].decisions["promote"].startswith(f"{better}: ")
-        assert same_arrays(made["auto"], made[better])
-        assert made["on"].decisions == made["off"].decisions == {}
+    cases = {"off": (short, [128, 256, 512]), "lookahead": (no_short, [128, 256, 512])}
+    cases["on"] = np.array([8, 11, 8, 5, 9, 8]), [13, 19]  # pads 2 tokens, with lookahead 8
+    hows: list[Any] = ["off", "on", "lookahead"]
+    for better, (documents, buckets) in cases.items():
+        made = {how: pack(documents, buckets=buckets, promote=how) for how in hows}
+        auto = pack(documents, buckets=buckets)
+        assert auto.decisions["promote"].startswith(f"{better}: ")
+        assert same_arrays(auto, made[better])
+        assert made["on"].decisions == made["off"].decisions == made["lookahead"].decisions == {}
 
 
-@pytest.mark.parametrize("promote", ["on", "off"])
+@pytest.mark.parametrize("promote", ["on", "off", "lookahead"])
 def test_max_segments_limits_every_sample(promote: str) -> None:
     documents = np.r_[web_like(5000), np.full(3000, 2)]
     buckets = [64, 128, 512]

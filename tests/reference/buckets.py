@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import combinations
 
@@ -25,6 +25,7 @@ class Rules:
     overflow: str = "pad"  # or "head", "promote"
     padding_threshold: float = 0.0  # as a share of the capacity
     pairs: bool = False
+    lookahead: bool = False
     shuffle_segments: bool = False
     # in a sample of the largest bucket; proportionally fewer in smaller buckets
     max_segments: int | None = None
@@ -52,15 +53,21 @@ class Pool:
         largest = self.rules.buckets[-1]
         if longest.length > largest:
             return largest, [self.take_head(longest, largest)]
+        shortest = min(d.length for d in self.documents)
         capacity = min(b for b in self.rules.buckets if b >= longest.length)
         sample: Sample = []
+        limit = self.rules.segment_limit
         while True:
             space = capacity - tokens(sample)
             threshold = Fraction(repr(float(self.rules.padding_threshold))) * capacity
-            full = len(sample) >= self.rules.segment_limit(capacity)
+            full = len(sample) >= limit(capacity)
             fitting = [] if full else [d for d in self.documents if d.length <= space]
             if fitting:
                 chosen = max(fitting, key=lambda d: d.length)
+                if self.rules.lookahead and sample and len(sample) + 1 < limit(capacity):
+                    spaces = {space, *range(space - shortest + 1)}
+                    preferred = [d for d in fitting if d.length in spaces]
+                    chosen = max(preferred, key=lambda d: d.length, default=chosen)
                 pair = self.better_pair(chosen, space, threshold) if self.rules.pairs else None
                 for document in pair or (chosen,):
                     self.documents.remove(document)
@@ -192,14 +199,18 @@ def bucket(
     assert not refine, "a linear program has no definition in plain Python; see `drained`"
     padding = Rules(buckets, "pad", max_segments=max_segments)
     promoting = Rules(buckets, "promote", padding_threshold, max_segments=max_segments)
+    ahead = replace(promoting, lookahead=True)
+    rules = {"off": padding, "on": promoting, "lookahead": ahead}
     # one pool of all documents without full chunks: is the padding worth saving?
     if promote == "auto":
         _, rests = cut(whole(lengths), buckets[-1])
         shorter = [remainder.length for remainder in rests]
         off, slots = padding_of(drained(shorter, padding, len(shorter) or 1, seed))
-        on, _ = padding_of(drained(shorter, promoting, len(shorter) or 1, seed))
-        promote = "on" if on < off and 1000 * off > slots else "off"
-    return drained(lengths, promoting if promote == "on" else padding, pool_size, seed)
+        promote = "off"
+        for how in ("on", "lookahead") if 1000 * off > slots else ():
+            padded, _ = padding_of(drained(shorter, rules[how], len(shorter) or 1, seed))
+            promote, off = (how, padded) if padded < off else (promote, off)
+    return drained(lengths, rules[promote], pool_size, seed)
 
 
 def padding_of(packing: Packing) -> tuple[int, int]:

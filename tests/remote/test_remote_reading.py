@@ -13,16 +13,16 @@ import pytest
 from object_store import Line
 from programs import PYTHON, ended
 
-from megapack.data import PackedDataset, load_blend, open_blend
+from megapack.data import PackedDataset, Schedule, build_loader, load_blend, open_blend
 from megapack.errors import ConfigError
-from megapack.packing import SampleIndex
+from megapack.packing import SampleIndex, pack
 from megapack.storage import IndexedDataset, read_document_lengths
 from megapack.storage.column_edits import add_column
 from megapack.storage.columns import INTERPRETED
 from megapack.storage.remote.checksums import BLOCK_BYTES, SUFFIX
 from megapack.storage.remote.client import remove_object
 from megapack.storage.remote.copies import upload_dataset
-from megapack.storage.remote.reader import blocks_of
+from megapack.storage.remote.reader import RemoteRows, blocks_of
 from tests.remote.far import address_of, folder_of, put_dataset, run
 from tests.remote.stores import EVERY_CLOUD, EVERY_STORE
 
@@ -183,6 +183,26 @@ def test_adjacent_blocks_are_one_request(line: Line, tmp_path: Path) -> None:
         line.counts.clear()
         wait(far.tokens.want(wanted))
         assert line.counts["GET"] == requests
+
+
+@pytest.mark.parametrize(("part", "is_copied"), [(2, True), (8, False)])
+def test_shards_are_copied_ahead_if_a_quarter_is_read(
+    line: Line, tmp_path: Path, part: int, is_copied: bool
+) -> None:
+    """The steps read the first part of the file; nothing but copying fetches its end."""
+    address = put_dataset(tmp_path / "docs", 60_000)
+    lengths = read_document_lengths(tmp_path / "docs")
+    data = PackedDataset(address, pack(lengths, "concat", buckets=512, shuffle=False))
+    schedule = Schedule(data, tokens_per_step=4096, order="sequential")
+    steps = {"num_steps": schedule.num_steps() // part, "micro_batch_tokens": 4096}
+    for _ in build_loader(data, schedule, data_parallel_rank=0, data_parallel_size=1, **steps):
+        pass
+    wait(data.remote_reads._copying)
+    rows = data.documents(0).tokens
+    assert isinstance(rows, RemoteRows) and rows.nbytes > 2 << 20
+    last = np.arange(rows.nbytes // BLOCK_BYTES - 3, rows.nbytes // BLOCK_BYTES)
+    assert rows.are_here(last) is is_copied
+    assert (rows.missing_bytes == 0) is is_copied
 
 
 def test_blocks_of_ranges_are_unique() -> None:

@@ -65,8 +65,8 @@ def test_early_response_leaves_no_request(
     near, far = near_and_far(tmp_path / "docs")
     submit = pool.Cache.submit
 
-    def slowly(self: pool.Cache, function: Any, *arguments: Any) -> Future[Any]:
-        request = submit(self, function, *arguments)
+    def slowly(self: pool.Cache, function: Any, *arguments: Any, **how: Any) -> Future[Any]:
+        request = submit(self, function, *arguments, **how)
         time.sleep(0.3)
         return request
 

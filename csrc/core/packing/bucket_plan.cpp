@@ -78,12 +78,31 @@ void BucketPlanner::choose_lengths() {
     while (rules_.capacities[smallest] < longest()) ++smallest;
     open(smallest);
     do {
+        if (rules_.lookahead) look_ahead();
         for (std::int64_t length = longest_unchosen(space_); length > 0 && slots_ > 0;
              length = longest_unchosen(std::min(space_, length - 1))) {
             choose(length, std::min({unchosen(length), space_ / length, slots_}));
             if (rules_.pairs && replace_last_by_pair()) return;
         }
     } while (rules_.overflow == Overflow::kPromote && promote());
+}
+
+// Chooses, while there is one, the longest document that leaves no space or at least as much as the
+// shortest document needs. Space that no document fits is padding: if short documents are rare,
+// the longest document that fits often leaves such space.
+void BucketPlanner::look_ahead() {
+    const std::int64_t shortest = present_.at_least(1);  // also if it is in the open sample
+    if (chosen_.empty()) choose(longest(), 1);           // it decided the bucket
+    while (slots_ > 0) {
+        const std::int64_t fits = longest_unchosen(space_);
+        const std::int64_t needed = slots_ > 1 && fits < space_ ? shortest : 0;
+        const std::int64_t length = std::min(fits, longest_unchosen(space_ - needed));
+        if (length < 0) return;
+        // Further copies are chosen next only if no longer document may fill the space exactly.
+        std::int64_t copies = 1;
+        if (length == fits) copies = (space_ % length == 0 ? space_ : space_ - needed) / length;
+        choose(length, std::min({unchosen(length), copies, slots_}));
+    }
 }
 
 void BucketPlanner::open(std::int64_t bucket) {

@@ -77,6 +77,7 @@ class BucketPlanner {
 
   private:
     void choose_lengths();
+    void look_ahead();
     void open(std::int64_t bucket);
     void take_chosen(std::int64_t repeats, bool with_head);
     void choose(std::int64_t length, std::int64_t copies);

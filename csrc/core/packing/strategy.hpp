@@ -233,6 +233,7 @@ struct BucketRules {
     Overflow overflow = Overflow::kPad;
     Ratio padding_threshold;        // as a share of the capacity
     bool pairs = false;             // BucketLLM's pair search (Algorithm 2, lines 6 to 12)
+    bool lookahead = false;         // prefers documents that leave no space, or enough for another
     bool shuffle_segments = false;  // segments in seeded order (a head last), not longest first
     // Average number of documents that are packed together; at least 1.
     std::int64_t pool_size = std::int64_t{1} << 20;

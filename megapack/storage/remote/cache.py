@@ -311,6 +311,7 @@ def _boot() -> str:
 # ---- The cache: a directory, its entries, and the threads that fetch ----------------------------
 
 NUM_REQUESTS = 64  # concurrent, per process: at most 256 MiB wait for the disk
+NUM_COPIES = 8  # concurrent requests of chunks that are copied ahead
 SMALLEST_SIZE = 1 << 28
 FREE_PART = 8  # eviction frees 1/8 of the cache
 READ_SECONDS = 600  # blocks requested longer ago have been read
@@ -349,6 +350,8 @@ class Cache:
             why = f"{error.strerror}: set MEGAPACK_CACHE to a directory where this user may write"
             raise OSError(error.errno, why, str(directory)) from error
         self._pool = ThreadPoolExecutor(NUM_REQUESTS, "megapack-fetch")
+        # Copies do not wait behind thousands of small requests, nor those behind copies.
+        self._copy_pool = ThreadPoolExecutor(NUM_COPIES, "megapack-copy")
         # Without this, the interpreter would fetch all queued blocks before it exits.
         threading._register_atexit(self._end)  # type: ignore[attr-defined]
         self._lock = threading.Lock()
@@ -356,13 +359,21 @@ class Cache:
 
     def _end(self) -> None:
         ending.set()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._copy_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
 
-    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Call ``function(*arguments)`` in a fetching thread. Raises ConfigError if this process
-        was forked from one that fetches, and RuntimeError if the program is ending."""
+    def has_room(self, num_bytes: int) -> bool:
+        """Return whether the cache may keep an object that nobody needs yet as a whole: it has no
+        size limit, and twice as many bytes are free."""
+        return self.limit is None and shutil.disk_usage(self.directory).free > 2 * num_bytes
+
+    def submit(
+        self, function: Callable[..., Any], *arguments: Any, copy: bool = False
+    ) -> Future[Any]:
+        """Call ``function(*arguments)`` in a fetching (or copying) thread. Raises ConfigError if
+        this process was forked from one that fetches, and RuntimeError if the program is ending."""
         refuse_fork()
-        return self._pool.submit(function, *arguments)
+        return (self._copy_pool if copy else self._pool).submit(function, *arguments)
 
     def entry(self, name: str, url: str, *objects: RemoteObject | None) -> Path:
         """Return the directory for these versions of objects; it exists until ``give_back``."""

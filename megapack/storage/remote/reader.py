@@ -136,8 +136,9 @@ class RemoteRows:
     def are_here(self, blocks: Blocks) -> bool:
         return bool(self._seen[blocks].all())
 
-    def want(self, blocks: Blocks) -> set[Future[None]]:
-        """Request missing blocks without waiting; return all requests that fetch them."""
+    def want(self, blocks: Blocks, *, copy: bool = False) -> set[Future[None]]:
+        """Request missing blocks without waiting; return all requests that fetch them. ``copy``:
+        nobody waits for them yet."""
         # If the cache has no size limit, a cached block is never evicted.
         unseen = blocks[~self._seen[blocks]] if self._cache.limit is None else blocks
         new = self._look(self._not_in_flight(unseen))
@@ -146,7 +147,7 @@ class RemoteRows:
                 new_blocks = [block for block in range(first, last) if block not in self._in_flight]
                 # ``_fetch`` removes the blocks from ``_in_flight`` under the same lock, so it
                 # cannot do so before they are recorded below.
-                request = self._cache.submit(self._fetch, first, last, new_blocks)
+                request = self._cache.submit(self._fetch, first, last, new_blocks, copy=copy)
                 self._in_flight.update(dict.fromkeys(new_blocks, request))
             return {self._in_flight[b] for b in unseen.tolist() if b in self._in_flight}
 
@@ -220,6 +221,10 @@ class RemoteRows:
             for first, last in runs_of(free):
                 begin, num_bytes = first * page_bytes, (last - first) * page_bytes
                 self._memory.madvise(mmap.MADV_DONTNEED, begin, num_bytes)
+
+    @property
+    def missing_bytes(self) -> int:
+        return BLOCK_BYTES * int((~self._seen[: -(-self.nbytes // BLOCK_BYTES)]).sum())
 
     def num_missing(self, blocks: Blocks) -> int:
         return int((~self._seen[blocks]).sum())
