@@ -166,6 +166,7 @@ def test_strategies_without_two_capacities_refuse(name: str) -> None:
         ({"second": None}, "second is missing"),
         ({"groups": [1, 1, 2]}, "groups does not work with a second capacity"),
         ({"refine": True}, "refine does not work with"),
+        ({"promote": "lookahead"}, "promote does not work with|lookahead"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:

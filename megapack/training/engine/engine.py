@@ -130,7 +130,10 @@ def _compiled_at_first_call() -> Iterator[None]:
     when it is imported, and importing the compiler takes seconds of every start."""
     compile_now: Callable[..., Any] = torch.compile
 
-    def compile_later(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    def compile_later(function: Any = None, **options: Any) -> Callable[..., Any]:
+        if function is None:  # @torch.compile(option=...)
+            return partial(compile_later, **options)
+
         @cache
         def compiled() -> Callable[..., Any]:
             result: Callable[..., Any] = compile_now(function, **options)
