@@ -3,6 +3,7 @@
 - ``Parser``: argparse's, with these errors. An option whose metavar ends in ",..." takes a list.
 - ``PrintAction``: an option that prints a text and ends the program.
 - ``add_program_options``: ``--version`` and ``--print-completion``, for every program.
+- ``program``: the entry point of an installed program, for machines that lack its packages.
 
     $ megapack-build pack corpus --bukets 1024
     megapack-build pack: error: unknown option --bukets; did you mean '--buckets'? (--help ...)
@@ -13,6 +14,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -103,3 +105,29 @@ def add_program_options(parser: argparse.ArgumentParser) -> None:
         choices=("bash", "zsh", "tcsh"),
         help="print a script that completes options in this shell, and exit",
     )
+
+
+def program(module: str) -> Callable[[], int]:
+    """Return a function that runs a module's ``main``, or prints in one line which package the
+    module needs and this environment lacks."""
+
+    def run() -> int:
+        try:
+            main = importlib.import_module(module).main
+        except ModuleNotFoundError as error:
+            if error.name is not None and error.name.startswith("megapack"):
+                raise
+            lacks = f"{error}; it needs torch and megapack's extra train (pip install '.[train]')"
+            text = str(error) if error.name is None else lacks
+            sys.stderr.write(f"{module}: error: {text}\n")
+            return 1
+        return int(main())
+
+    return run
+
+
+pretrain = program("megapack.training.pretrain")
+evaluate = program("megapack.training.evaluate")
+export = program("megapack.training.export")
+teacher = program("megapack.training.teacher")
+probe = program("megapack.attention.leak_table")

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from peers import peer
-from programs import ended
+from programs import PYTHON, ended
 
 import megapack
 
@@ -79,9 +79,8 @@ def test_wheel_has_only_the_package(tmp_path: Path) -> None:
         (entry,) = (name for name in names if name.endswith("entry_points.txt"))
         commands = file.read(entry).decode()
     assert "megapack-build = megapack.cli.main:main" in commands
-    for name in ("pretrain", "evaluate", "export", "teacher"):
-        assert f"megapack-{name} = megapack.training.{name}:main" in commands
-    assert "megapack-probe = megapack.attention.leak_table:main" in commands
+    for name in ("pretrain", "evaluate", "export", "teacher", "probe"):
+        assert f"megapack-{name} = megapack.command_line:{name}" in commands
     assert "[pytest11]\nmegapack = megapack.pytest_plugin" in commands
     # megapack/configs is a link to configs: one copy in the checkout, files in a wheel.
     recipes = {f"megapack/configs/{path.name}" for path in ROOT.glob("configs/*.yaml")}
@@ -92,6 +91,15 @@ def test_wheel_has_only_the_package(tmp_path: Path) -> None:
     assert sources | pages | {"megapack/py.typed", "megapack/_core.pyi"} <= names
     tops = {name.partition("/")[0] for name in names}
     assert tops <= {"megapack", entry.partition("/")[0]}
+
+
+@pytest.mark.parametrize("name", ["pretrain", "evaluate", "export", "teacher", "probe"])
+def test_a_program_without_torch_ends_in_one_line(name: str) -> None:
+    """It runs with a torch that is not there; the message says what to install."""
+    code = f"import sys; sys.modules['torch'] = None; from megapack.command_line import {name}; "
+    done = ended(PYTHON, "-c", f"{code}sys.exit({name}())", status=1)
+    (line,) = done.stderr.splitlines()
+    assert "torch" in line and "train" in line
 
 
 def _only(name: str, folder: Path) -> None:
