@@ -97,7 +97,7 @@ def test_wheel_has_only_the_package(tmp_path: Path) -> None:
 def test_a_program_without_torch_ends_in_one_line(name: str) -> None:
     """It runs with a torch that is not there; the message says what to install."""
     code = f"import sys; sys.modules['torch'] = None; from megapack.command_line import {name}; "
-    done = ended(PYTHON, "-c", f"{code}sys.exit({name}())", status=1)
+    done = ended(*PYTHON, f"{code}sys.exit({name}())", status=1)
     (line,) = done.stderr.splitlines()
     assert "torch" in line and "train" in line
 

@@ -164,7 +164,8 @@ class Reads:
     def __init__(self, in_time: bool) -> None:
         self.in_time, self.asked, self.times_asked = in_time, 0, 0
 
-    def prefetch(self, sample_ids: NDArray[np.int64]) -> int:
+    def prefetch(self, sample_ids: NDArray[np.int64], *, whole_chunks: bool) -> int:
+        assert not whole_chunks
         assert sample_ids.tolist() == list(range(self.asked, self.asked + len(sample_ids)))
         self.asked += len(sample_ids)
         self.times_asked += 1

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import yaml
 from commands import build, printed
-from data.test_programs import NAMES, edited_run
+from tests.data.test_programs import NAMES, edited_run
 
 from megapack.config import load_config
 from megapack.data import Schedule

@@ -425,7 +425,8 @@ def append_jsonl(path: Path, *lines: dict[str, Any]) -> None:
     try:
         with path.open("ab+") as file:
             last, end = last_line(file)
-            file.truncate(end)
+            if end < file.seek(0, os.SEEK_END):
+                file.truncate(end)
             chain = _chain_of(last) or _FIRST_CHAIN
             for line in lines:
                 body = json.dumps(line).encode()[:-1]
