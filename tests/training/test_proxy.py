@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import yaml
 from commands import build, printed
-from tests.data.test_programs import NAMES, edited_run
 
 from megapack.config import load_config
 from megapack.data import Schedule
@@ -23,6 +22,7 @@ from megapack.packing import pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from megapack.training.config import PretrainConfig
 from megapack.training.proxy import plan_proxy, write_config
+from tests.data.test_programs import NAMES, edited_run
 
 BUCKETS = [64, 128, 256]
 UNIT = 1024  # steps of the run per step of a generated program
