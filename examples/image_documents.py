@@ -6,7 +6,7 @@ Makes documents of text and images (one color each; the next token is its name),
 no sample exceeds 128 tokens and 6 images, and trains a LLaVA of two layers on the CPU.
 
 An image is a run of placeholder tokens. Column ``image`` has the row of the image in images.npy at
-the first placeholder, and -1 elsewhere. So whatever packing, schedule and loader do to the tokens,
+the first placeholder, and -1 elsewhere. Whatever packing, schedule and loader do to the tokens,
 a batch has the rows of its images in their order, and ``inputs_of`` loads just these. Limiting the
 images of a sample limits the memory of the vision encoder.
 

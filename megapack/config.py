@@ -46,7 +46,7 @@ def load_config(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -
         return from_dict(cls, apply_overrides(tree, overrides), where=where)
     except ConfigError as error:
         problem = str(error)
-    if problem.startswith("--set "):  # of one override, whatever the others are
+    if problem.startswith("--set "):  # an override that fails by itself
         raise ConfigError(problem)
 
     def is_cause(*removed: int) -> bool:
@@ -54,12 +54,12 @@ def load_config(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -
         try:
             from_dict(cls, apply_overrides(tree, kept), where=where)
         except ConfigError as error:
-            # An error of --set: a later override needs one that was removed.
+            # An error about --set means that a later override needs a removed one.
             return str(error) != problem and not str(error).startswith("--set ")
         return True
 
-    # The overrides without which the error would be another one, or none, are to blame; all of
-    # them if each alone has the same error.
+    # An override is a cause if the error changes or disappears without it. If removing any one
+    # changes nothing, several cause the same error: blame all of them.
     every = range(len(overrides))
     blamed = [i for i in every if is_cause(i)] or [i for i in every if is_cause(*every)]
     if blamed:

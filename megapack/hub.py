@@ -29,7 +29,7 @@ def hub_answers() -> bool:
     answered = threading.Event()
 
     def connect() -> None:  # in a thread: the look-up of a name has no timeout
-        with suppress(OSError, ValueError):  # ValueError: a port that is no number
+        with suppress(OSError, ValueError):  # ValueError: a port that is not a number
             address = url.hostname, url.port or _PORTS.get(url.scheme, 80)
             with socket.create_connection(address, 1):
                 answered.set()

@@ -1,4 +1,4 @@
-"""Where the model hub is looked for: its address or a proxy's, each a real port of this machine."""
+"""Address of the connection to the model hub: its own or a proxy's, each a real local port."""
 
 from __future__ import annotations
 

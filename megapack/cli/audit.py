@@ -1,16 +1,16 @@
 """Prove what a run was trained on: no recorded bit has changed, and which documents it used.
 
-RUN is the directory of a run. The run records checksums of its files and of its data at every
+RUN is a run directory. The run records checksums of its files and of its data at every
 start, checkpoint and end (audit.jsonl), and chains the lines of its logs by SHA-256. audit compares
 all of them, then computes every step again and compares it with log.jsonl: samples and label
-tokens. Last it answers from the program how often each source was repeated, and:
+tokens. Finally it reports how often the program repeated each source. Further questions:
 
 --document SOURCE:D shows the steps that trained document D of a source.
 --excluded LIST checks that documents were never trained: SOURCE:FILE (a .npy or text file of
 document numbers), or the PREFIX of a dataset.
---answer-only answers at once, from the files as they are now.
+--answer-only skips all comparisons and answers from the current files.
 
-Checksums show damage and mistakes. They do not stop somebody who changes a file and its records:
+Checksums reveal damage and mistakes, but not a deliberate change of a file and its records. So
 --sign KEY writes RUN/statement.json, an in-toto statement with the answers and the SHA-256 of every
 file of the run and of its data, in a DSSE envelope; --key KEY compares everything with it. KEY is a
 PEM file with an Ed25519 key (package cryptography); the public key suffices for --key.
@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from megapack.data import Schedule
     from megapack.data.run import OpenRun
 
-MOST_STEPS = 10_000  # steps that are computed again; of longer runs, evenly spaced ones
+MOST_STEPS = 10_000  # recomputed steps; in longer runs, evenly spaced ones
 _META = ".meta.json"
 _PAYLOAD = "application/vnd.in-toto+json"
 _RESTORE = "restore it from a copy"
@@ -93,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.answer_only and (args.sign or args.key):
-        raise ConfigError("--sign and --key are for a whole audit: leave out --answer-only")
+        raise ConfigError("--sign and --key need a full audit: leave out --answer-only")
     run = RunDirectory(args.run)
     if not run.config.exists():
         raise ConfigError(f"{args.run} is not the directory of a run: it has no {run.config.name}")
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     if args.key:
         findings += check_statement(run, args.key)
     answers: dict[str, Any] = {}
-    # A damaged program may ask for anything: compute nothing from it.
+    # A damaged configuration may demand any amount of work: compute nothing from it.
     if all(f.code == "not-recorded" for f in findings if f.severity == "error"):
         more, answers = _answers(args, run)
         findings += more
@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
     def show() -> None:
         print_answers(answers)
         print_findings(findings)
-        verdict = "proven, but for the warnings" if has_warnings else "proven"
+        verdict = "proven, except for the warnings" if has_warnings else "proven"
         verdict = verdict if is_proven else "NOT PROVEN"
         print(f"{run.path}: {'not compared (--answer-only)' if args.answer_only else verdict}")
 
@@ -124,16 +124,16 @@ def run(args: argparse.Namespace) -> int:
     return int(has_errors(findings))
 
 
-# ---- Files: is every bit as it was recorded? -----------------------------------------------------
+# ---- Files: does every bit equal its record? -----------------------------------------------------
 
 
 def check_run(run: RunDirectory, *, tokens: bool = True) -> list[Finding]:
     """Compare the files of a run, its checkpoints and its data with their records."""
     if not run.audit.exists():
         text = (
-            f"{run.path} has no {run.audit.name}: an earlier version of megapack wrote the run. It "
-            "cannot be shown that its configuration, logs, checkpoints, model and data are the "
-            "ones of the training; steps are compared with log.jsonl as it is now"
+            f"{run.path} has no {run.audit.name}: an earlier version of megapack wrote the run, so "
+            "its configuration, logs, checkpoints, model and data cannot be proven to be those of "
+            "the training; steps are compared with the current log.jsonl"
         )
         return [
             Finding("error", "not-recorded", text),
@@ -149,7 +149,7 @@ def check_run(run: RunDirectory, *, tokens: bool = True) -> list[Finding]:
     except FormatError as error:
         return [*findings, Finding("error", "log", str(error), _RESTORE)]
     if may_grow:
-        text = "the run failed, was killed, or still trains: only its chain shows its last lines"
+        text = "the run failed, was killed, or still trains: only the chain covers its last lines"
         findings.append(Finding("note", "running", text))
     findings += check_files(run, record, may_grow=may_grow)
     findings += check_checkpoints(run, record.files)
@@ -268,16 +268,16 @@ def logged_steps(log: Path) -> int:
 def check_steps(
     schedule: Schedule, num_steps: int, log: Path, also: Iterable[int]
 ) -> Iterator[Finding]:
-    """Compute steps again (``MOST_STEPS``, and ``also``) and compare them with their log lines."""
+    """Recompute steps (``MOST_STEPS``, and ``also``) and compare them with their log lines."""
     lines = read_jsonl(log) if num_steps else ()
     logged = {line["step"]: (line["samples"], line["label_tokens"]) for line in lines}
     missing = sorted(set(range(num_steps)) - logged.keys())
     if missing:
-        text = f"log.jsonl has no line of step {missing[0]:,} ({len(missing):,} are missing)"
+        text = f"log.jsonl has no line for step {missing[0]:,} ({len(missing):,} are missing)"
         yield Finding("error", "step", text, _RESTORE)
     spaced = np.linspace(0, num_steps - 1, min(num_steps, MOST_STEPS)).astype(int).tolist()
     chosen, wrong = sorted(logged.keys() & {*spaced, *also}), []
-    with Work(f"computing {len(chosen):,} of {num_steps:,} steps again") as work:
+    with Work(f"recomputing {len(chosen):,} of {num_steps:,} steps") as work:
         for number, step in enumerate(chosen, 1):
             content = schedule.step(step)
             if (content.checksum, content.num_label_tokens) != logged[step]:
@@ -285,12 +285,12 @@ def check_steps(
             work(number, len(chosen))
     if wrong:
         text = (
-            f"step {wrong[0]:,} was trained on other samples or labels than the program says "
+            f"step {wrong[0]:,} was trained on samples or labels that differ from the program "
             f"({len(wrong):,} of {len(chosen):,} steps)"
         )
         yield Finding("error", "step", text, "restore the program and data of the run")
     elif len(chosen) < num_steps:
-        text = f"{len(chosen):,} of {num_steps:,} steps were computed again"
+        text = f"{len(chosen):,} of {num_steps:,} steps were recomputed"
         yield Finding("note", "steps", text)
 
 
@@ -399,7 +399,7 @@ def check_statement(run: RunDirectory, key: str) -> Iterator[Finding]:
         signature = base64.b64decode(envelope["signatures"][0]["sig"], validate=True)
         public.verify(signature, _encoded(payload))
     except InvalidSignature:
-        text = f"{path} was not signed with the key of {key}, or was changed"
+        text = f"{path} was not signed with the key in {key}, or was changed"
         yield Finding("error", "signature", text)
         return
     except FileNotFoundError:
@@ -461,7 +461,7 @@ def _key(path: str, *, public: bool) -> Any:
         else:
             key = serialization.load_pem_private_key(content, None)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{path} is no PEM key without a password ({error}): {remedy}") from error
+        raise ConfigError(f"{path} is no PEM key, or has a password ({error}): {remedy}") from error
     if isinstance(key, ed25519.Ed25519PrivateKey):
         return key.public_key() if public else key
     if public and isinstance(key, ed25519.Ed25519PublicKey):

@@ -484,9 +484,9 @@ def describe_dataset(dataset: IndexedDataset) -> dict[str, Any]:
     lengths, counts = _distinct_lengths(dataset.document_lengths)
     ends, quantiles = np.cumsum(counts), []
     for q in QUANTILES if len(ends) else ():
-        rank, part = divmod((int(ends[-1]) - 1) * q, 1)  # between two documents by length
-        near = lengths[np.searchsorted(ends, [rank, rank + (part > 0)], "right")]
-        quantiles.append(int(np.quantile(near, part).round()))
+        rank, fraction = divmod((int(ends[-1]) - 1) * q, 1)  # between two documents by length
+        neighbors = lengths[np.searchsorted(ends, [rank, rank + (fraction > 0)], "right")]
+        quantiles.append(int(np.quantile(neighbors, fraction).round()))
     num_doublings = np.ceil(np.log2(np.maximum(lengths, 1))).astype(int)
     return {
         "prefix": str(dataset.prefix),
@@ -509,11 +509,11 @@ def describe_dataset(dataset: IndexedDataset) -> dict[str, Any]:
 def _distinct_lengths(lengths: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the distinct document lengths, ascending, and the number of documents of each."""
     longest = int(lengths.max(initial=0))
-    if longest >= 1 << 24:  # their histogram would exceed the index
+    if longest >= 1 << 24:  # a histogram would be larger than the index
         distinct, numbers = np.unique(lengths, return_counts=True)
         return distinct.astype(np.int64), numbers
-    of_core = _core.DocumentLengths(lengths, capacity=longest + 1)
-    counts, _ = _core.length_histogram(of_core, longest + 1, 1)
+    core_lengths = _core.DocumentLengths(lengths, capacity=longest + 1)
+    counts, _ = _core.length_histogram(core_lengths, longest + 1, 1)
     counts[0] = len(lengths) - counts.sum()  # the core skips empty documents
     present = np.flatnonzero(counts)
     return present, counts[present]

@@ -39,7 +39,7 @@ COMMANDS = {
     "arrange": ("megapack.cli.arrange", "copy a source with its tokens in the order of training"),
     "compare": ("megapack.cli.compare", "compare packing strategies on a dataset"),
     "simulate": ("megapack.cli.simulate", "simulate steps on a cluster: time, bubbles, idle ranks"),
-    "proxy": ("megapack.cli.proxy", "write a run's program at a share of its tokens"),
+    "proxy": ("megapack.cli.proxy", "scale a run down: the same program on fewer tokens"),
     "mixtures": ("megapack.cli.mixtures", "try mixtures on proxies, and propose weights"),
     "inspect": ("megapack.cli.inspect", "show the content of .idx and .samples files"),
     "trace": ("megapack.cli.trace", "show which documents a run trains on, and when"),

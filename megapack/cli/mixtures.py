@@ -2,21 +2,21 @@
 
 FILE is a configuration of megapack-pretrain with a blend whose sources have held-out documents
 (valid_prefix). The command writes one proxy (as `megapack-build proxy` does) and one run of it per
-mixture, in folders of DIR named for their content, and prints their commands; --run runs them.
-Call it again at any time: finished runs are kept, and as soon as there are enough, a regression of
-their held-out losses proposes weights.
+mixture, in folders of DIR named after their content, and prints their commands; --run runs them.
+Repeat the command at any time: it keeps finished runs, and as soon as there are enough, a
+regression of their held-out losses proposes weights.
 
---design dirichlet draws --number mixtures around the weights of the manifest, one tries each source
-at twice and at half of its weight, and a YAML file lists them (mixtures: [{web: 0.8, code: 0.2},
+--design dirichlet draws --number mixtures around the weights of the manifest; one tries each source
+at twice and at half its weight; a YAML file lists the mixtures (mixtures: [{web: 0.8, code: 0.2},
 {web: 1}]). The first mixture is always the manifest's own.
 
 Results belong to the content of sources and to the other settings of the run. So a source that is
 renamed keeps its results; with an added one, earlier runs count as runs that gave it no weight; if
 you change the model, the scale or the steps, all runs are new.
 
-  weight      proposed, and where 90 % of the proposals of resampled runs are
-  rank        correlation of the ranks of the measured losses with ranks that the regression
-              predicts from all other runs: below about .7, trust no proposal; run more
+  weight      the proposal, and the interval of 90 % of the proposals from resampled runs
+  rank        correlation of the ranks of the measured losses with those that the regression
+              predicts from all other runs: below about 0.7, run more before you trust a proposal
 
 The regression is scikit-learn's ridge regression of the logarithm of every held-out loss; the
 proposal is the mean of the best 100 of 20,000 mixtures of the design (RegMix, arXiv 2407.01492),
@@ -78,21 +78,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=positive,
         default=32,
         metavar="N",
-        help="mixtures of the design dirichlet (default: %(default)s)",
+        help="number of mixtures of --design dirichlet (default: %(default)s)",
     )
     parser.add_argument(
         "--concentration",
         type=float,
         default=1.0,
         metavar="C",
-        help="of the design dirichlet and of proposals; larger: nearer to the manifest's weights "
+        help="random mixtures are closer to the manifest's weights if this is larger "
         "(default: %(default)s)",
     )
-    add_flags(parser, run="run what has not ended, and resume what was stopped")
+    add_flags(parser, run="train runs that have not finished, and resume stopped ones")
     parser.add_argument(
         "--launch",
         metavar="COMMAND",
-        help="start of the command of a run (default: this Python, -m megapack.training.pretrain)",
+        help="program that starts a run (default: this Python, -m megapack.training.pretrain)",
     )
     add_shared(parser, "--dry-run", "--json")
     add_sharing(parser.add_argument_group("many runs (with --run)"))
@@ -118,10 +118,10 @@ class Runner:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Listed:
-    """File of --design."""
+class DesignFile:
+    """Content of a file that --design names."""
 
-    mixtures: tuple[dict[str, float], ...]  # weight by name of the source; others get none
+    mixtures: tuple[dict[str, float], ...]  # source -> weight; others have 0
 
 
 def run(args: argparse.Namespace) -> None:
@@ -131,9 +131,9 @@ def run(args: argparse.Namespace) -> None:
     prior, names = prior_of(proxy), [source.name for source in proxy.sources]
     kind = args.design
     if kind not in ("dirichlet", "one"):
-        kind = load_config(Listed, kind).mixtures
-    how = {"concentration": args.concentration, "seed": args.seed}
-    trials = trials_of(folder, proxy, design(names, prior, kind, number=args.number, **how))
+        kind = load_config(DesignFile, kind).mixtures
+    sampling = {"concentration": args.concentration, "seed": args.seed}
+    trials = trials_of(folder, proxy, design(names, prior, kind, number=args.number, **sampling))
     launch = PRETRAIN if args.launch is None else tuple(shlex.split(args.launch))
     commands = [(*launch, "--config", str(trial.folder / RUN)) for trial in trials]
     if not args.dry_run:
@@ -147,7 +147,7 @@ def run(args: argparse.Namespace) -> None:
         evidence = evidence_in(folder, record.settings)
         held_out = list(dict.fromkeys(record.held_out.values()))
         sources = list(record.weights)
-        proposal = propose(evidence, sources, held_out, prior, limits=limits_of(proxy), **how)
+        proposal = propose(evidence, sources, held_out, prior, limits=limits_of(proxy), **sampling)
     except DataError as error:
         why = str(error)
     losses = [trial.losses for trial in trials]
@@ -202,7 +202,7 @@ def _show(proposal: Proposal, names: list[str], prior: list[float]) -> None:
     ignored = proposal.num_ignored
     print(
         f"\npredicted held-out loss {proposal.loss:.4f}, and {proposal.prior_loss:.4f} with the "
-        f"weights now; {counted(proposal.num_trials, 'run')}, rank correlation "
+        f"current weights; {counted(proposal.num_trials, 'run')}, rank correlation "
         f"{proposal.rank_correlation:.2f}"
         + (f"; {counted(ignored, 'run')} with other sources ignored" if ignored else "")
     )

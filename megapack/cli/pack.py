@@ -227,14 +227,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--second",
         metavar="COLUMN",
-        help="a second size of every document (images, frames, bytes), which buckets limit, too: "
+        help="second size of each document (images, frames, bytes), which buckets limit, too: "
         "a column of integers, summed over each document, or a .npy with a number per document",
     )
     parser.add_argument(
         "--second-capacity",
         metavar="N[,N...]",
         type=capacities,
-        help="limit of the second sizes in a sample: one number, or one per bucket",
+        help="largest sum of second sizes in a sample: one number, or one per bucket",
     )
     parser.add_argument(
         "--preset", metavar="NAME", help="use the parameters of a paper, from the list below"

@@ -1,23 +1,24 @@
-"""Write a proxy of a run: the same program at a share of its tokens, to decide on small runs.
+"""Write a proxy of a run: the same program on a fraction of its tokens, for cheap decisions.
 
 FILE is a configuration of megapack-pretrain. The proxy is a folder: run.yaml (the configuration),
 blend.yaml (the manifest, if the run has one) and samples (.samples files that name whole documents
 of the run's datasets; no token is copied). Start it with `megapack-pretrain --config DIR/run.yaml`.
 
-Steps of the proxy have as many tokens as those of the run, and it takes fewer steps; with
---tokens-per-step they are smaller (at the scale times those of the run, it takes as many steps).
-Stages, ramps, growing windows, warmup, skipped steps and run_tokens scale alike; weights, orders,
-limits of epochs, fill-in-the-middle and strategies of packing stay. So every source is repeated as
-often as in the run. A larger scale contains the documents of a smaller one. The table shows the
-epochs of every source in both; a scale at which a stage has no step is refused.
+By default, the proxy takes fewer steps of the same size. --tokens-per-step makes them smaller (with
+the scale times the run's tokens per step, the proxy takes as many steps as the run). Stages, ramps,
+growing windows, warmup, skipped steps and run_tokens scale by the same factor; weights, orders,
+epoch limits, fill-in-the-middle and packing stay. So every source is repeated equally often. A
+larger scale contains the documents of a smaller one. The table shows the epochs of every source in
+both; a scale at which a stage has no step is refused.
 
-  share      of the source's tokens, in whole documents
-  error      of the source's samples, with padding, against the scale, since documents are whole;
-             above 1 % the report names the smallest scale with less
-  epochs     of the whole run, and of the proxy
-  differs    largest difference of its epochs at the end of a stage, relative to those of the run
-  drawn      samples that the proxy had drawn then: draws and samples are whole, so that a source
-             with few of them differs more
+  share      tokens of the chosen documents / tokens of the source
+  error      deviation of the samples' tokens, with padding, from the scale: documents are whole;
+             if it exceeds 1 %, the report names the smallest scale at which it does not
+  of run     epochs of the whole run
+  epochs     epochs of the whole proxy
+  differs    largest relative deviation of the proxy's epochs from the run's, at the end of a stage
+  drawn      samples that the proxy had drawn by then: draws and samples are whole, so a source with
+             few of them deviates more
 
 examples:
   megapack-build proxy run.yaml proxy64 --scale 1/64
@@ -68,8 +69,8 @@ def add_scale(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="FILE.npy",
-        help="groups that a source was packed with (pack --groups FILE.npy); its checksum says "
-        "which source (repeatable)",
+        help="groups that a source was packed with (pack --groups FILE.npy); its checksum "
+        "identifies the source (repeatable)",
     )
     add_shared(parser, "--seed", help="of the choice of documents")
     add_shared(parser, "--set", "--threads")
@@ -155,8 +156,9 @@ def _show(proxy: Proxy, args: argparse.Namespace) -> None:
     for source in sources[:SHOWN]:
         if source.samples.exact_scale is not None:
             print(
-                f"{source.name}: whole documents differ by {percent(source.samples.error)}; by "
-                f"less than 1 % at scale 1/{source.samples.exact_scale}"
+                f"{source.name}: whole documents miss the scale by "
+                f"{percent(source.samples.error)}; by less than 1 % at scale "
+                f"1/{source.samples.exact_scale}"
             )
     for rounding in proxy.scaling.rounded:
         print(f"{rounding.key}: {rounding.of} -> {rounding.value} (exactly {rounding.exact:.6g})")

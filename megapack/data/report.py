@@ -143,18 +143,18 @@ def _plan_exclusion(schedule: Schedule, source: int, number: int, num_steps: int
     )
 
 
-class StageDrawsOf(NamedTuple):
+class DocumentDraws(NamedTuple):
     """Draws, in one stage, of samples with a piece of some documents."""
 
     begin: int  # first step of the stage
     drawn: int
-    showing: int  # those in which no list masks all of the documents
-    last: Callable[[], int]  # -> step of the last draw that shows one, if there is one
+    showing: int  # draws of samples in which at least one document is not masked
+    last: Callable[[], int]  # returns the step of the last of these; call it only if there is one
 
 
 def draws_of(
     schedule: Schedule, source: int, documents: Ids, num_steps: int
-) -> tuple[int, list[StageDrawsOf]]:
+) -> tuple[int, list[DocumentDraws]]:
     """Return the number of samples with a piece of some documents (ascending) of a source, and
     their draws in every stage of the first ``num_steps`` steps."""
     holders = np.array(schedule.samples.samples_of(source, documents), np.int64)
@@ -165,7 +165,7 @@ def draws_of(
         shows = _shows(schedule, source, holders, documents, stage.view)
         shown = holders[shows & (drawn > 0)]
         last = partial(last_step, stage, source, shown, end)
-        result.append(StageDrawsOf(stage.begin, int(drawn.sum()), int(drawn[shows].sum()), last))
+        result.append(DocumentDraws(stage.begin, int(drawn.sum()), int(drawn[shows].sum()), last))
     return len(holders), result
 
 

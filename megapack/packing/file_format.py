@@ -115,7 +115,7 @@ METRICS: dict[str, Check] = {
     **dict.fromkeys(LISTS, are_counts),
     **dict.fromkeys(RATIOS, _is_ratio),
 }
-# Metrics of files that have an optional array.
+# Optional array -> metrics that only files with it have.
 _MORE_METRICS: dict[str, dict[str, Check]] = {
     "segment_parent": {"shared_tokens": is_count},
     "segment_second": {"second_per_bucket": are_counts, "second_padding_ratio": _is_ratio},
@@ -136,7 +136,7 @@ def find_fault(header: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) ->
     if "segment_second" in arrays:
         capacities = header["parameters"].get("second_capacity", [])
         if not len(capacities) == len(metrics["second_per_bucket"]) == num_buckets:
-            return f"its header says second_capacity is {capacities} of {num_buckets} buckets"
+            return f"its header says second_capacity is {capacities} for {num_buckets} buckets"
     placed, shared = metrics["placed_tokens"], metrics.get("shared_tokens", 0)
     expected = {
         "num_samples": sum(samples),
@@ -312,7 +312,7 @@ def _map(
             raise FormatError(f"{path} has no array {name} of dtype {' or '.join(dtypes)}")
         dtype = np.dtype(kind)
         end = begin + count * dtype.itemsize
-        # Arrays are in this order; the bytes between them have no checksum, but are 0.
+        # Arrays are in this order; bytes between them have no checksum, so they must be 0.
         is_placed = count >= 0 and previous_end <= begin and end <= len(mapped)
         if not is_placed or begin % ALIGNMENT or mapped[previous_end:begin].any():
             raise FormatError(

@@ -245,7 +245,7 @@ def pack(
         second: (num_documents,) integers, a second size of each document (images, frames, bytes),
             for strategies with two capacities; with ``second_capacity``.
         second_capacity: limit of the sum of second sizes in a sample: one number, or one for each
-            bucket in ascending order. Every segment of a cut document counts with the whole size.
+            bucket in ascending order. Each segment of a cut document counts in full.
         tokens: for strategy ``tree``: the tokens of all documents, one after the other, and the
             (num_documents + 1,) offsets of the documents in them.
         preset: use the parameters of a paper, if the strategy has them (``"paper"``).
@@ -375,9 +375,10 @@ def _check_two_capacities(strategy: Strategy, groups: bool, parameters: Mapping[
     if not strategy.two_capacities:
         names = " or ".join(name for name, other in STRATEGIES.items() if other.two_capacities)
         raise ConfigError(f"strategy {strategy.name!r} has no second capacity; choose {names}")
-    unable = {"groups": groups, "refine": parameters["refine"]}
-    unable["promote"] = parameters["promote"] not in ("auto", "on", "off")
-    for name, used in unable.items():
+    promote = parameters["promote"]
+    unsupported = {"groups": groups, "refine": parameters["refine"]}
+    unsupported[f"promote={promote!r}"] = promote not in ("auto", "on", "off")
+    for name, used in unsupported.items():
         if used:
             raise ConfigError(f"{name} does not work with a second capacity; leave out one of them")
 

@@ -1,16 +1,16 @@
-"""Samples of a proxy: a small image of a packed source, of whole documents of the same dataset.
+"""Samples of a proxy: whole documents that represent a packed source at a smaller scale.
 
-- ``NestedOrder``: order of documents, of which every beginning has the lengths of all of them.
+- ``NestedOrder``: order of documents; the first ones have the length distribution of all.
 - ``shrink``: a packed source and a share -> ``ProxySamples``, which ``save`` writes.
 
 A proxy must repeat every source as often as the run does, else mixtures found with it do not
-transfer (arXiv 2606.07597). So all sources shrink by the share of the run's tokens. Units, which
-are documents or whole groups, are sorted by length. The order visits the places p of the sorted
-units in the sequence of van der Corput (Niederreiter 1992, section 3.1), scrambled: its first 2^j
-places have exactly one in every 2^j-th part of all places, and the seed chooses which. A unit that
+transfer (arXiv 2606.07597). So all sources shrink by the same factor as the run's tokens. Units,
+which are documents or whole groups, are sorted by length. The order visits their places in the
+sequence of van der Corput (Niederreiter 1992, section 3.1), scrambled: of 2^j equal parts of all
+places, each contains exactly one of the first 2^j visits, and the seed chooses which. A unit that
 would be a large part of a small proxy waits for a larger one: its turn comes when the units before
-it have 8 times its tokens. A proxy is a beginning of this order, so of any two proxies of a source
-one contains the other.
+it have 8 times its tokens. A proxy takes the first units of this order, so the larger of two
+proxies of a source contains the smaller.
 
     lengths = [5, 30, 7, 80, 6, 9, 35, 90]
     NestedOrder(lengths, seed=0).first(20)    # -> documents 0, 2, 5: 21 of 262 tokens
@@ -48,10 +48,10 @@ from megapack.storage import IndexedDataset
 from megapack.storage.index_file import GROUPS
 
 Ids = NDArray[np.int64]
-_LONG = 8  # a document waits until the documents before it have so many times its tokens
-_TRIES = 8  # packings of a source, to find the documents whose samples have its share
-_CLOSE = 1e-3  # error of the samples' tokens at which the search ends, or one small sample
-_EXACT = 0.01  # error of the documents' tokens that a report calls large
+_LONG = 8  # a document waits until those before it have this many times its tokens
+_TRIES = 8  # at most so many packings in search of the documents
+_CLOSE = 1e-3  # the search ends at this error of the samples' tokens, or one small sample
+_EXACT = 0.01  # the report lists larger errors
 
 
 class NestedOrder:
@@ -72,16 +72,17 @@ class NestedOrder:
             _, self._unit = np.unique(ids, return_inverse=True)
             self._tokens = np.bincount(self._unit, self._tokens).astype(np.int64)
         self._documents = documents
-        # Sort by 16 bits of the length, its 8 leading binary digits and their number: a radix sort,
-        # and units of nearly equal length stay in the order of the dataset, which is sampled, too.
+        # Sort by 16 bits of the length (its 8 leading binary digits and their number), which numpy
+        # does by radix. Units of nearly equal length stay in the order of the dataset, so that
+        # all its regions are sampled, too.
         codes = self._tokens.astype(np.float32).view(np.uint32) >> np.uint32(15)
         self._sorted = np.argsort(codes.astype(np.uint16), kind="stable")
         self.num_tokens = int(self._tokens.sum(dtype=np.int64))
         self._take(0)
 
     def first(self, tokens: float) -> Ids:
-        """Return the documents, ascending, of the first units, so many that their tokens are
-        nearest to ``tokens``; at least one unit."""
+        """Return the documents, ascending, of the first units: at least one, and as many as
+        bring their sum of tokens nearest to ``tokens``."""
         count = len(self._sorted) * tokens / self.num_tokens
         while self._ends[-1] < min(tokens, self.num_tokens):
             count *= 1.25
@@ -125,7 +126,7 @@ class NestedOrder:
         ends = np.cumsum(tokens)
         turns = np.maximum(ends - tokens, _LONG * tokens)
         by_turn = np.argsort(turns, kind="stable")
-        if len(order) < size:  # later units could come before longer ones
+        if len(order) < size:  # the turns of later units are ends[-1] or more
             by_turn = by_turn[turns[by_turn] <= ends[-1]]
         self._order = order[by_turn]
         self._ends = np.append(0, np.cumsum(tokens[by_turn]))
@@ -189,14 +190,14 @@ class _Shard:
 def _groups_of(dataset: IndexedDataset, index: SampleIndex, files: Sequence[str]) -> Ids:
     """Return the groups that an index was packed with, which its checksum identifies."""
     assert index.groups is not None
-    own = ["auto"] if IndexedDataset.exists(dataset.prefix + GROUPS) else []
-    for name in (*own, *files):
+    default = ["auto"] if IndexedDataset.exists(dataset.prefix + GROUPS) else []
+    for name in (*default, *files):
         ids = read_groups(name, dataset.prefix, len(dataset.document_lengths))
         if groups_checksum(ids) == index.groups["ids"]:
             return ids
     raise ConfigError(
         f"{index.path} was packed with groups that are neither in {dataset.prefix}{GROUPS} nor in "
-        "another file that was given: add --group-file FILE.npy, the file that `pack --groups` read"
+        "a --group-file: add --group-file FILE.npy, the file that `pack --groups` read"
     )
 
 
@@ -210,10 +211,9 @@ class ProxySamples:
     num_tokens: int
     of_tokens: int  # tokens of all documents of the source
     error: float
-    """Tokens of the samples, with padding, over the requested share of the source's, minus 1."""
+    """Tokens of the samples, with padding, / the requested share of the source's, minus 1."""
     exact_scale: int | None
-    """The smallest larger scale at which whole documents and samples keep the error below 1 % is
-    1 / this; None: the error is below that."""
+    """1 / the smallest larger scale at which the error is below 1 %; None: it already is."""
 
     def save(self, *, overwrite: bool) -> None:
         """Write the files, unless they exist already with these samples. Raises ConfigError if they
@@ -239,14 +239,14 @@ def shrink(
     groups: Sequence[str] = (),
     threads: int = 1,
 ) -> ProxySamples:
-    """Return the samples of whole documents that have a share of a source's tokens.
+    """Return samples of whole documents with a given share of a source's tokens.
 
     They are packed by the strategy, parameters, buckets and seed that the source records. A small
     packing has more padding. So the documents are those whose samples, with padding, have the share
     of the source's samples: then the run and its proxy repeat the source equally often.
 
     Args:
-        prefix: its dataset; None: a shard manifest names the datasets.
+        prefix: the source's dataset; None: a shard manifest names the datasets.
         share: above 0, at most 1.
         output: files of the samples, OUTPUT.samples or OUTPUT.shards.json; ``save`` writes them.
         groups: .npy files with groups of documents (``pack --groups``); a source that has groups
@@ -274,8 +274,8 @@ def shrink(
     for _ in range(_TRIES):
         is_first = np.zeros(len(lengths), np.bool_)
         is_first[order.first(tokens)] = True
-        of_shard = np.split(is_first, begins[1:])
-        parts = [shard.pack(own, threads) for shard, own in zip(opened, of_shard, strict=True)]
+        masks = np.split(is_first, begins[1:])
+        parts = [shard.pack(mask, threads) for shard, mask in zip(opened, masks, strict=True)]
         ratio = sum(map(positions, parts)) / wanted
         if abs(ratio - 1) < abs(error):
             best, taken, error = parts, is_first, ratio - 1

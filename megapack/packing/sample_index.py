@@ -536,8 +536,8 @@ class SampleIndex(WithRoom):
         wrong = np.flatnonzero(sizes > limits)
         if len(wrong):
             raise FormatError(
-                f"{self.path}: sample {wrong[0]} has {sizes[wrong[0]]:,} of the second size; its "
-                f"capacity is {limits[wrong[0]]:,}: pack again"
+                f"{self.path}: sample {wrong[0]} has a second size of {sizes[wrong[0]]:,}; its "
+                f"second capacity is {limits[wrong[0]]:,}: pack again"
             )
 
     def _check_trees(self, lengths: Lengths) -> None:

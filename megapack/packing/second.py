@@ -1,4 +1,4 @@
-"""Second sizes of documents (images, frames, bytes), which buckets limit besides tokens.
+"""Second sizes of documents (images, frames, bytes), which buckets limit in addition to tokens.
 
 - ``second_capacities``: the second capacity of every bucket.
 - ``check_second``: one size per document, none above the capacity of the largest bucket.
@@ -59,7 +59,7 @@ def check_second(
 ) -> Sizes | None:
     """Return the sizes as int64 (num_documents,), 0 for empty documents, which no sample has; None
     if sizes and capacities are None. Raises ConfigError if only one of them is, DataError for
-    another shape or dtype, a size below 0, or a size above all capacities."""
+    a wrong shape or dtype, a size below 0, or a size above all capacities."""
     if sizes is None and capacities is None:
         return None
     if sizes is None or capacities is None:
@@ -80,7 +80,7 @@ def check_second(
         raise DataError(
             f"document {larger[0]} has the second size {array[larger[0]]:,}, and the largest "
             f"bucket holds {capacity:,}; {len(larger):,} of {len(array):,} documents exceed it, "
-            f"which are never cut to fit: raise second_capacity to {array[larger].max():,}, or "
+            f"and none is cut for it: raise second_capacity to {array[larger].max():,}, or "
             "leave them out (--documents)"
         )
     return np.where(filled, array, 0).astype(np.int64)

@@ -149,8 +149,8 @@ class ShardPacker:
         second, packed_by = self.plan.options.get("second"), (samples.source or {}).get("second")
         if second != packed_by:
             raise ConfigError(
-                f"--second is {second}, and the samples of {shard.prefix} were packed by "
-                f"{packed_by}: give the same column, or --overwrite to pack all again"
+                f"--second is {second}, and the samples of {shard.prefix} were packed with "
+                f"{packed_by or 'no second size'}: give the same, or --overwrite to pack all again"
             )
         for name, actual, recorded in (
             (f"{shard.prefix}.idx", open_index(shard.prefix).fingerprint, shard.fingerprint),

@@ -521,8 +521,8 @@ def _bucket_llm(request: Request, *, pairs: bool) -> Packing:
         "promote",
         "auto",
         "on: a sample that would be padded by more than padding_threshold moves to a larger "
-        "bucket and gets more documents; lookahead: also, documents that leave no space or enough "
-        "for another come first; auto: the one that pads least, or off if that pads at most 0.1 %",
+        "bucket and gets more documents; lookahead: on, and documents that leave no space or "
+        "enough for another come first; auto: the one that pads least, or off up to 0.1 % of padding",
         choices=("auto", "on", "lookahead", "off"),
     ),
     Parameter(
@@ -583,7 +583,7 @@ def _bucket_second(
     rules = {"off": padded, "on": padded | promoted}
     if promote != "auto":
         return request.pack("bucket_second", **rules[promote])
-    # Without a plan on the histogram, pack both ways where it may matter.
+    # No plan on a histogram predicts this packing: pack both ways if promotion may help.
     packed = request.pack("bucket_second", **padded)
     off, tokens = _Outcome.of_packing(packed), request.lengths.num_tokens
     if len(request.buckets) == 1 or not off.pads_too_much(tokens):

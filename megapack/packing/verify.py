@@ -47,7 +47,7 @@ def verify_samples(path: str, prefix: str | None = None, *, tokens: bool = True)
         second = (index.source or {}).get("second", "")
         compared = tokens and second in dataset.columns and not is_remote(dataset.prefix)
         if compared and index.second != second_checksum(read_second(second, dataset.prefix)):
-            text = f"{path} was packed with other numbers of column {second}"
+            text = f"{path} was packed with other values of column {second} than it has now"
             findings.append(Finding("error", "samples-source", text, _REMEDY))
     except FormatError as error:
         findings.append(Finding("error", "samples", str(error), _REMEDY))

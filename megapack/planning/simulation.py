@@ -79,7 +79,7 @@ class Cluster:
 
     @property
     def micro_batch_multiple(self) -> int:
-        """Divisor of the number of micro batches, as virtual stages require it."""
+        """Divisor that virtual stages require of the number of micro batches."""
         return self.pipeline_parallel if self.virtual_stages > 1 else 1
 
 

@@ -123,8 +123,8 @@ def read_documents(batch: Mapping[str, Any], boundaries: Any = None) -> Document
     tokens = batch[name := tokens_of(batch)]
     if batch.get("decoder_input_ids") is not None:
         raise LeakError(
-            "the batch has decoder_input_ids: the probe checks one sequence of documents; pass "
-            "functions that run the encoder alone, and the decoder with the same encoder outputs"
+            "the batch has decoder_input_ids: the probe checks one sequence of documents; probe "
+            "two functions: the encoder alone, and the decoder with constant encoder outputs"
         )
     shape = tokens.shape[:-1] if name == "inputs_embeds" else tokens.shape
     rows, row = (1, shape[0]) if len(shape) == 1 else (int(shape[0]), int(shape[1]))
@@ -254,7 +254,7 @@ def _of_mask(mask: Tensor, rows: int, row: int) -> Tensor:
 
 def alone(batch: Mapping[str, Any], documents: Documents, places: Tensor) -> dict[str, Any]:
     """Return a batch of one row with the tokens of a document, which begins at position 0 (or at
-    the lowest position of the batch). Entries that describe other things stay the same objects."""
+    the lowest position of the batch). Entries without tokens stay the same objects."""
     return {name: _cut(batch, name, documents, places) for name in batch}
 
 

@@ -166,8 +166,8 @@ class Passes:
         changes = [(half, self.run(self.changed(half | padding)), True) for half in halves]
         again = self.run(self.batch, seed=1, gradients=gradients, eager=True)
         self.measure(plain, changes, again)
-        # Compiled code calls no hooks, and the first pass of a pipeline calls modules for their
-        # shapes, too: then the last pass shows where a leak begins.
+        # Compiled code calls no hooks, and a pipeline's first pass has more calls, to learn shapes.
+        # In both cases, look for the begin of a leak in the last pass.
         same_calls = len(plain.calls) == len(again.calls)
         base = plain if same_calls and not is_compiled(self.target) else again
         found = [x for change in changes for x in self.affected(plain, *change)]
@@ -233,7 +233,7 @@ class Passes:
         with torch.random.fork_rng(devices), stance, no_sync(), head as given:
             torch.manual_seed(seed)
             if compiled and not eager:
-                # A hook would compile everything again, once per pass; only buffers are at stake.
+                # A hook would recompile everything in every pass; only buffers must be saved.
                 self.recorder.save(modules_of(self.target))
                 recording: Any = nullcontext([])
             else:
@@ -324,8 +324,8 @@ class Passes:
         return sorted(exact + rest, key=lambda leak: (leak.to_document, leak.rank or 0))
 
     def seen_forward(self, leak: Leak, base: Run, run: Run, changed: Tensor) -> Leak:
-        """Return a leak of gradients with the kind of its layer if the forward pass leaks, too, by
-        less than rounding may explain, as small effects do in bfloat16."""
+        """Return a leak of gradients; its kind is that of its layer if the forward pass leaks, too,
+        even by so little that rounding could explain it (small effects in bfloat16)."""
         names = names_of(self.target, base.calls)
         call = next((x for x in base.calls if names.get(id(x.module)) == leak.layer), None)
         own = (self.of_token == leak.to_document) & ~changed
@@ -425,10 +425,10 @@ class Passes:
 
     def alone_leaks(self, base: Run) -> list[Leak]:
         """Compare documents alone with the same ones in their row: the shortest, the longest, and
-        one that does not begin a row, nor at a multiple of a high power of two in it."""
+        one inside a row, whose first position is divisible by few powers of two."""
         numbers = sorted(self.documents.numbers, key=lambda n: len(self.documents.places(n)))
         begins = {n: int(self.documents.places(n)[0]) % self.documents.row for n in numbers}
-        # Chunks and windows, whose sizes are powers of two, differ most for odd begins.
+        # Sizes of chunks and windows are powers of two: odd first positions show them.
         inner = sorted(filter(begins.get, numbers), key=lambda n: begins[n] & -begins[n])
         leaks = []
         for number in dict.fromkeys([numbers[0], numbers[-1], *inner[:1]]):
@@ -480,8 +480,8 @@ class Passes:
     def rounding_alone(self, run: Run, batch: dict[str, Any], one: Documents) -> float:
         """Return the difference that rounding explains between a document and itself in a row.
 
-        Kernels sum in another order in a row. In half precision, this may decide a selection, such
-        as the largest entries. So errors of rounding are added to the pass of the document alone.
+        Kernels sum in another order in a row. In half precision, this may change a selection, such
+        as the top k. So measure the effect of added rounding errors on the document alone.
         """
         if not self.recorder.dtypes & {torch.bfloat16, torch.float16}:
             return 0.0

@@ -155,8 +155,8 @@ class Recorder:
         active = True
 
         def compact(value: Tensor) -> Tensor:
-            """Move a reduced tensor next to others. Between activations, thousands of small tensors
-            would divide the free memory into parts too small for the next pass."""
+            """Copy a reduced tensor into a shared block. Thousands of small tensors between
+            activations would fragment the memory that the next pass needs."""
             if not free:
                 places = documents.rows * documents.row
                 free.extend(torch.empty(TOGETHER, places, WIDTH, device=value.device).unbind())
@@ -195,7 +195,7 @@ class Recorder:
             active = False  # recomputation of checkpoints calls modules again
             for hook in hooks:
                 hook.remove()
-                # torch leaves this mark, and then takes a slower path in every module.
+                # remove() leaves this entry, with which torch takes a slower path in every module.
                 nn.modules.module._global_forward_hooks_with_kwargs.pop(hook.id, None)
 
 

@@ -35,8 +35,8 @@ class watch(ContextDecorator):  # noqa: N801  # read as a function, like context
 
     Args:
         model: the module that the training loop calls; of several, the one called first is probed.
-        on_leak: ``raise`` LeakError, or ``warn`` with the report (or the reason why there is none)
-            and continue.
+        on_leak: ``raise`` LeakError, or ``warn`` and continue; the warning is the report, or the
+            reason why the batch cannot be probed.
         boundaries .. gradients: see ``probe``.
     """
 

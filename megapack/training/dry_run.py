@@ -92,7 +92,7 @@ def dry_run(
         trees=config.data.attention == "tree",
     )
     flops = ModelFlops.of(model, architecture)
-    # Read before estimate_memory replaces the tensors of the model, which unties shared ones.
+    # Read now: estimate_memory replaces the tensors of the model, which unties shared ones.
     description, num_parameters = model.description, model.num_parameters
     zero = deepspeed_configuration(config, ranks)["zero_optimization"]
     longest = steps.schedule.capacities[-1]

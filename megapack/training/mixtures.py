@@ -5,10 +5,10 @@
 - ``propose``: held-out losses of the trials -> ``Proposal``, weights with intervals.
 
 RegMix (Liu et al. 2024, arXiv 2407.01492) trains small models on random mixtures, fits a regression
-of their losses, and averages the best of many simulated mixtures; Olmix (arXiv 2602.12237) does so
-again when sources change, and keeps what it has measured. Here a mixture is a map from digests of
-sources (documents and samples) to weights, and a held-out set is known by its digest, too: a source
-that was renamed keeps its evidence, and an added one had weight 0 until now.
+of their losses, and averages the best of many simulated mixtures; Olmix (arXiv 2602.12237) repeats
+this when sources change, and reuses its measurements. Here a mixture maps digests of sources
+(documents and samples) to weights, and a digest identifies a held-out set, too: a renamed source
+keeps its evidence, and an added one had weight 0 before.
 
     design(["web", "code"], [0.8, 0.2], "one", number=0)
     # -> (0.8, 0.2), then twice and half of web, (0.89, 0.11) and (0.67, 0.33), then of code
@@ -61,7 +61,7 @@ def design(
     Args:
         kind: ``dirichlet``: random around the prior; ``one``: the prior with one source at twice
             and at half of its weight; or the mixtures themselves, as name -> weight.
-        number: mixtures of ``dirichlet``, with the prior.
+        number: number of mixtures of ``dirichlet``, including the prior.
         concentration: of ``dirichlet``; larger is nearer to the prior, and 1 with an equal prior is
             the uniform distribution.
     """
@@ -95,7 +95,7 @@ def candidates(base: Floats, number: int, concentration: float, seed: int) -> Fl
 
 @dataclass(frozen=True, kw_only=True)
 class TrialRecord:
-    """Identity of a trial: equal records are equal runs, whatever names the sources have."""
+    """Identity of a trial: equal records are equal runs, even if sources have other names."""
 
     settings: str  # digest of everything but the mixture
     weights: dict[str, float]  # by digest of the source
@@ -178,7 +178,7 @@ def trials_of(folder: Path, proxy: Proxy, rows: Sequence[Sequence[float]]) -> li
     }
     if not held_out:
         raise ConfigError(
-            "no source of the blend has held-out documents, by whose losses mixtures are compared: "
+            "no source of the blend has held-out documents, whose losses rank the mixtures: "
             "give sources of the manifest a valid_prefix"
         )
     run, manifest = explicit(config), explicit(blend)
@@ -192,7 +192,7 @@ def trials_of(folder: Path, proxy: Proxy, rows: Sequence[Sequence[float]]) -> li
     trials = []
     for row in rows:
         weights = dict(zip(digests.values(), row, strict=True))
-        own = folder / _digest(settings, json.dumps(weights, sort_keys=True))
+        trial_folder = folder / _digest(settings, json.dumps(weights, sort_keys=True))
         factors = {n: w / p for n, w, p in zip(digests, row, prior, strict=True) if p}
         stages = [
             replace(s, weights={n: w * factors.get(n, 1.0) for n, w in s.weights.items()})
@@ -201,11 +201,11 @@ def trials_of(folder: Path, proxy: Proxy, rows: Sequence[Sequence[float]]) -> li
             for s in blend.stages
         ]
         sources = [replace(s, weight=w) for s, w in zip(blend.sources, row, strict=True)]
-        data = replace(config.data, blend=str(own / BLEND))
+        data = replace(config.data, blend=str(trial_folder / BLEND))
         trials.append(
             Trial(
-                folder=own,
-                config=replace(config, run_dir=str(own / "run"), data=data),
+                folder=trial_folder,
+                config=replace(config, run_dir=str(trial_folder / "run"), data=data),
                 blend=replace(blend, sources=tuple(sources), stages=tuple(stages)),
                 record=TrialRecord(
                     settings=settings,
@@ -275,7 +275,7 @@ class Proposal:
     rank_correlation: float
     """Spearman's, of the trials' losses with predictions by all other trials."""
     num_trials: int
-    num_ignored: int  # trials with a source that the run has no more
+    num_ignored: int  # trials with a source that the run no longer has
 
 
 def propose(
@@ -330,13 +330,13 @@ def propose(
             means = fit.predict(mixtures[rows], losses[rows], drawn)
             resampled.append(_best(drawn, means))
     low, high = np.quantile(resampled, [0.05, 0.95], axis=0).tolist()
-    at = fit.predict(mixtures, losses, np.stack([weights, base])).tolist()
+    predicted = fit.predict(mixtures, losses, np.stack([weights, base])).tolist()
     return Proposal(
         weights=tuple(weights.tolist()),
         low=tuple(low),
         high=tuple(high),
-        loss=at[0],
-        prior_loss=at[1],
+        loss=predicted[0],
+        prior_loss=predicted[1],
         rank_correlation=_rank_correlation(fit, mixtures, losses),
         num_trials=len(usable),
         num_ignored=len(evidence) - len(usable),
@@ -353,7 +353,7 @@ class _Regression:
         self._alphas = [_fitted(chosen, mixtures, of_set).alpha_ for of_set in losses.T]
 
     def predict(self, mixtures: Floats, losses: Floats, others: Floats) -> Floats:
-        """Return the mean loss of other mixtures over the sets, fitted to some of the trials."""
+        """Return the predicted mean loss of ``others`` over the sets, fitted to these trials."""
         models = [
             _fitted(self._linear.Ridge(alpha=alpha), mixtures, of_set)
             for alpha, of_set in zip(self._alphas, losses.T, strict=True)

@@ -1,11 +1,11 @@
-"""Proxy of a run: an image of its program at a share of its tokens, over documents of its sources.
+"""Proxy of a run: its program, scaled down to fewer tokens, over documents of its sources.
 
-- ``Scaling``: what a scale does to steps, tokens, and tokens per step.
+- ``Scaling``: how a scale changes steps, tokens, and tokens per step.
 - ``plan_proxy``: a configuration and a scale -> ``Proxy``, which ``write`` stores.
 
 A run is a program over sources; so is its proxy. At scale 1/64 with the same tokens per step, a
-stage from step 6400 begins at step 100, a ramp ends, a window grows and a warmup lasts a 64th of
-the steps, and every source has the whole documents of a 64th of its tokens
+stage from step 6400 begins at step 100; ramps, growing windows and warmup take a 64th of the steps;
+every source keeps whole documents with a 64th of its tokens
 (``megapack.packing.proxy``). So at the same fraction of both runs the mixture is the same, and
 every source was repeated equally often.
 
@@ -72,7 +72,7 @@ class Scaling:
     """Roundings of ``apply`` so far."""
 
     def step(self, step: int) -> int:
-        """Return the step of the proxy that is nearest to the image of a step of the run."""
+        """Return the nearest step of the proxy at the same fraction of both runs."""
         return math.floor(step * self.share / self.per_step + Fraction(1, 2))
 
     def apply(self, config: C, where: str = "", **changes: Any) -> C:
@@ -101,7 +101,7 @@ class Scaling:
         return result
 
     def stages(self, blend: BlendConfig) -> list[tuple[Stage, Stage]]:
-        """Return the stages of a manifest and their images, without skips of less than half a step
+        """Return the stages of a manifest and the proxy's, without skips of less than half a step
         of the proxy."""
         pairs = []
         for number, stage in enumerate(blend.stages):
@@ -144,8 +144,8 @@ def scaling_of(
     if tokens % unit:
         given = ", ".join(map(str, sorted(set(sizes))))
         raise ConfigError(
-            f"--tokens-per-step is {tokens}, and the run takes {given} tokens at a time, each of "
-            f"which the proxy scales alike: give a multiple of {unit}, as in "
+            f"--tokens-per-step is {tokens}, and steps or micro steps of the run have {given} "
+            f"tokens, which must scale to whole numbers: give a multiple of {unit}, as in "
             f"{max(1, round(tokens / unit)) * unit}"
         )
     return Scaling(share=share, per_step=Fraction(tokens, whole))
@@ -165,8 +165,8 @@ class SourceImage:
 
     @property
     def largest_difference(self) -> tuple[float, int]:
-        """Largest relative difference of its epochs at the end of a stage, and how many of its
-        samples the proxy has drawn then, of which each draw is whole; 0 and 0 if it draws none."""
+        """Largest relative deviation of the proxy's epochs from the run's at a stage's end, and
+        the samples that the proxy had drawn by then; 0 and 0 if the run draws none."""
         pairs = zip(self.epochs, self.of_epochs, strict=True)
         num_samples = self.samples.index.num_samples
         differences = [(p / run - 1, round(p * num_samples)) for p, run in pairs if run]
@@ -211,12 +211,12 @@ def plan_proxy(
 
     Args:
         share: tokens of the proxy / tokens of the run, above 0 and at most 1.
-        folder: of the proxy, for its paths.
-        tokens_per_step: of the proxy; None: those of the run. With ``share`` times those of the
-            run, the proxy has as many steps as the run.
+        folder: the proxy's folder; its configuration refers to files in it.
+        tokens_per_step: tokens per step of the proxy; None: as in the run. With ``share``
+            times those of the run, the proxy has as many steps as the run.
         options: arguments of ``shrink``: seed, groups, threads.
 
-    Raises ConfigError if the run cannot be scaled so far, with a scale that can.
+    Raises ConfigError if the scale is too small for the run; the error names one that works.
     """
     if config.checkpoint.branch_from is not None:
         raise ConfigError(
@@ -337,7 +337,7 @@ def explicit(value: Any) -> Any:
 
 def _ends(program: Program, num_steps: int, scaling: Scaling) -> list[int]:
     """Return the steps at which stages of the run end: the last one, and the begins of all others
-    but pieces of ramps and skips that the proxy has not."""
+    but pieces of ramps and skips that the proxy lacks."""
     ends = []
     for before, stage in pairwise(program):
         own = {name: getattr(stage, name) for name in ("begin", "skip_steps", "skipped")}
@@ -363,8 +363,8 @@ def _check_ends(ends: Sequence[int], scaling: Scaling) -> None:
     steps = (end - begin) * scaling.share / scaling.per_step
     raise ConfigError(
         f"--scale is {scaling.share}: the stage from step {begin:,} to {end - 1:,} would have "
-        f"{float(steps):.2g} steps of the proxy's {scaling.step(ends[-1]):,}; the smallest scale "
-        f"with a step for every stage is 1/{largest}, or make steps smaller (--tokens-per-step)"
+        f"{float(steps):.2g} of the proxy's {scaling.step(ends[-1]):,} steps; the smallest scale "
+        f"at which every stage has a step is 1/{largest}; or make steps smaller (--tokens-per-step)"
     )
 
 

@@ -72,8 +72,8 @@ def test_documents_equal_the_definition_and_are_nested(
 
 @pytest.mark.parametrize("seed", [0, 1, 2**64 - 1])
 def test_beginnings_have_a_document_of_every_part_of_the_lengths(seed: int) -> None:
-    """Of 2^12 documents that differ in 9 leading digits, or in their number, the first 2^j have one
-    of each 2^j-th part, and the seed chooses which."""
+    """2^12 documents differ in their 9 leading digits, or in their number of digits: each of 2^j
+    equal parts has one of the first 2^j documents, and the seed chooses which."""
     lengths = (np.arange(256, 512)[:, None] << np.arange(16)).reshape(-1)
     lengths = np.random.default_rng(1).permutation(lengths)
     order = defined(lengths.tolist(), seed, waits=False)

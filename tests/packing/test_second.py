@@ -166,7 +166,7 @@ def test_strategies_without_two_capacities_refuse(name: str) -> None:
         ({"second": None}, "second is missing"),
         ({"groups": [1, 1, 2]}, "groups does not work with a second capacity"),
         ({"refine": True}, "refine does not work with"),
-        ({"promote": "lookahead"}, "promote does not work with|lookahead"),
+        ({"promote": "lookahead"}, "promote='lookahead' does not work with"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
@@ -210,17 +210,17 @@ def test_file_records_second_sizes_and_verifies_them(tmp_path: Path) -> None:
     changed = np.array(index.segment_second)
     changed[0] += 4
     damaged = dataclasses.replace(index, segment_second=changed)
-    with pytest.raises(FormatError, match="of the second size; its capacity is 4: pack again"):
+    with pytest.raises(FormatError, match=r"a second size of .* capacity is 4: pack again"):
         damaged.verify()
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda h: h["parameters"].pop("second_capacity"), "second_capacity is [] of 2 buckets"),
-        (lambda h: h["parameters"].update(second_capacity=[4]), "[4] of 2 buckets"),
+        (lambda h: h["parameters"].pop("second_capacity"), "second_capacity is [] for 2 buckets"),
+        (lambda h: h["parameters"].update(second_capacity=[4]), "[4] for 2 buckets"),
         (lambda h: h["parameters"].update(second_capacity=["a", 4]), "says parameters is"),
-        (lambda h: h["parameters"].update(second_capacity=[1, 1]), "its capacity is 1"),
+        (lambda h: h["parameters"].update(second_capacity=[1, 1]), "its second capacity is 1"),
         (lambda h: h.update(second=None), "only 5 has second"),
         (lambda h: h["metrics"].pop("second_per_bucket"), "has no second_per_bucket"),
         (lambda h: h["arrays"].pop("segment_second"), "no array segment_second"),
@@ -270,7 +270,7 @@ def test_verify_compares_second_sizes_with_the_column(prefix: Path) -> None:
     np.save(prefix.with_name("rows.npy"), np.concatenate(rows).astype(np.int8))
     printed("column", "add", prefix, "images", prefix.with_name("rows.npy"))
     (finding,) = verify_samples(f"{prefix}.samples")
-    assert finding.severity == "error" and "other numbers of column images" in finding.message
+    assert finding.severity == "error" and "other values of column images" in finding.message
 
 
 def test_shards_are_packed_by_their_column(prefix: Path, tmp_path: Path) -> None:

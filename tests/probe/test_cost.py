@@ -86,7 +86,7 @@ config = AutoConfig.for_model(
 model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
 ids, positions = torch.randint(3, 8_000, (1, 1024)), torch.arange(128).repeat(8)[None]
 batch = dict(input_ids=ids, position_ids=positions, use_cache=False)
-open("/proc/self/clear_refs", "w").write("5")  # the peak begins again
+open("/proc/self/clear_refs", "w").write("5")  # reset the peak
 before = status("VmRSS")
 if sys.argv[1] == "probe":
     assert probe(model, batch).ok

@@ -229,7 +229,7 @@ def test_consistent_change_of_program_and_records_contradicts_the_log(copied: Pa
     run = RunDirectory(copied)
     run.config.write_text(run.config.read_text().replace("seed: 0", "seed: 1"))
     run.record("end")
-    assert "step 0 was trained on other samples or labels" in findings(copied)
+    assert "step 0 was trained on samples or labels that differ" in findings(copied)
 
 
 def test_file_that_nobody_recorded_is_a_warning(copied: Path) -> None:
@@ -249,7 +249,7 @@ def test_run_of_an_earlier_version_is_not_proven(copied: Path) -> None:
     assert answer["num_steps"] == NUM_STEPS and answer["sources"], "its questions are answered"
     append_jsonl(copied / "log.jsonl", {"step": 8})  # by this version, which resumes the run
     RunDirectory(copied).record("start")
-    message = f"log.jsonl has {NUM_STEPS} lines without a chain, of an earlier version"
+    message = f"log.jsonl has {NUM_STEPS} lines without a chain, written by an earlier version"
     assert message in findings(copied)
 
 
@@ -289,7 +289,7 @@ def test_signature_shows_a_change_of_files_and_records(
     statement.write_text(json.dumps(envelope))
     run = RunDirectory(copied)
     (copied / "model" / "config.json").write_text("{}")
-    run.record("export")  # somebody repairs the records, too
+    run.record("export")  # the records are repaired, too
     audit(copied)
     assert "config.json is missing, or is not the file that was signed" in findings(
         copied, "--key", public
@@ -300,7 +300,7 @@ def test_keys_that_cannot_sign(copied: Path, keys: tuple[Path, Path], tmp_path: 
     private, public = keys
     (tmp_path / "short").write_bytes(b"x" * 31)
     text = printed("audit", copied, "--sign", tmp_path / "short", status=2)
-    assert "is no PEM key without a password" in text and "openssl genpkey" in text
+    assert "is no PEM key, or has a password" in text and "openssl genpkey" in text
     assert "not a private Ed25519 key" in printed("audit", copied, "--sign", public, status=2)
     assert "leave out --answer-only" in printed(
         "audit", copied, "--sign", private, "--answer-only", status=2

@@ -195,8 +195,8 @@ def test_command_prepares_runs_resumes_and_proposes(blend: Path) -> None:
 
 
 def test_renamed_and_added_sources_keep_the_evidence(blend: Path) -> None:
-    """Of a mixture with equal content nothing runs again, whatever its name; settings that change
-    the run lose it."""
+    """Mixtures of renamed sources do not run again; a change of the run's settings drops their
+    evidence."""
     (blend / "mixtures.yaml").write_text(
         "mixtures: [{web: 1}, {code: 1}, {math: 1}, {web: 1, code: 1}, {web: 1, math: 1}]"
     )

@@ -272,7 +272,7 @@ def test_a_run_of_one_dataset_has_a_proxy(sources: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--scale", "1/100"], "the smallest scale with a step for every stage is 1/91"),
+        (["--scale", "1/100"], "the smallest scale at which every stage has a step is 1/91"),
         (["--scale", "2"], "'2' is not a share above 0 and at most 1; write 0.02 or 1/50"),
         (["--scale", "0.5", "--tokens-per-step", "100"], "with --tokens-per-step 100: a draw of"),
         (["--scale", "1/2", "--set", "checkpoint.branch_from=x"], "leave it out (--set checkpoint"),
@@ -300,7 +300,7 @@ def test_tokens_of_all_stages_must_scale_to_whole_numbers(sources: Path, tmp_pat
     (tmp_path / "blend.yaml").write_text(yaml.safe_dump(tree))
     small = ("--scale", "1/2", "--tokens-per-step", 257)
     wrong = printed("proxy", run, tmp_path / "small", *small, status=2)
-    assert "takes 512, 768 tokens at a time" in wrong and "a multiple of 2, as in 256" in wrong
+    assert "512, 768 tokens" in wrong and "a multiple of 2, as in 256" in wrong
 
 
 def test_whole_documents_that_are_too_large_name_a_scale(sources: Path, tmp_path: Path) -> None:
@@ -311,7 +311,7 @@ def test_whole_documents_that_are_too_large_name_a_scale(sources: Path, tmp_path
     del tree["stages"], tree["run_tokens"], tree["max_epochs"]
     (tmp_path / "blend.yaml").write_text(yaml.safe_dump(tree))
     shown = printed("proxy", run, tmp_path / "small", "--scale", "1/2000")
-    assert "whole documents differ by" in shown and "by less than 1 % at scale 1/" in shown
+    assert "whole documents miss the scale by" in shown and "by less than 1 % at scale 1/" in shown
 
 
 def test_shards_scores_exclusions_and_fim_keep_their_meaning(

@@ -2,8 +2,8 @@
 // limit, too. This is vector bin packing in two dimensions, by a rule like Choose Pack (Leinberger,
 // Karypis, Kumar, "Multi-capacity bin packing algorithms", ICPP 1999), a sample at a time.
 //
-// A sample needs text and images in the ratio in which the pool still has them; otherwise one of
-// its two capacities is left over, sample after sample. So documents are kept in two lists: heavy
+// A sample should have text and images in the ratio that remains in the pool; otherwise one of
+// its two capacities stays unused, sample after sample. So documents are kept in two lists: heavy
 // ones have more of the second size per token than the pool, light ones do not. A sample takes the
 // largest document that fits from the list that brings it back to the pool's ratio.
 //
@@ -138,7 +138,7 @@ class Pool {
         explicit operator bool() const { return entry >= 0; }
     };
 
-    // Makes a sample of every full chunk of a document; sums the sizes of the rests.
+    // Makes a sample of every full chunk of a document; sums the sizes of the remainders.
     void cut_chunks() {
         const PlainCut cut{largest_.tokens};
         for (std::int64_t i = 0; i < documents_.size(); ++i) {

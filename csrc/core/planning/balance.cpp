@@ -320,8 +320,8 @@ class Exchange {
         return offers;
     }
 
-    // Returns the first offer with at least `least` of a number that rises. Without branches: they
-    // would be unpredictable.
+    // Returns the first offer whose `number`, which rises, is at least `least`. Without branches,
+    // which would be mispredicted.
     static std::vector<Offer>::const_iterator first_from(const std::vector<Offer>& offers,
                                                          std::int64_t Offer::* number,
                                                          std::int64_t least) {
@@ -351,14 +351,14 @@ class Exchange {
             return std::clamp(of_rank, -most, most) * (std::int64_t{1} << shift_[b]);
         };
         if (same) return {of_bin(needed, from), of_bin(s.giver - needed - s.taker + 1, to) - 1};
-        // If bins have as many ranks, one gets what the other loses.
+        // If both bins have equally many ranks, one gains what the other loses.
         if (shift_[from] == shift_[to] && s.giver_top - s.giver + s.taker_top - s.taker < needed)
             return {1, 0};
         return {of_bin(needed - (s.taker_top - s.taker_others) - s.giver_top + s.giver, from),
                 of_bin(s.giver_top - s.giver_others - needed + s.taker_top - s.taker + 1, to) - 1};
     }
 
-    // Returns by how much an exchange can shorten a path at most.
+    // Returns an upper bound on how much an exchange can shorten a path.
     static std::int64_t most_less(const Sides& s, bool same) {
         return s.giver_top - s.giver_others + (same ? 0 : s.taker_top - s.taker_others);
     }

@@ -34,7 +34,7 @@ std::vector<Document> longest_first(const Items& items, const StepRules& rules) 
         if (degree[a.id] != degree[b.id]) return degree[a.id] > degree[b.id];
         return a.length != b.length ? a.length > b.length : a.id < b.id;
     };
-    if (!std::is_sorted(documents.begin(), documents.end(), before))  // single documents are
+    if (!std::is_sorted(documents.begin(), documents.end(), before))  // single ones already are
         std::sort(documents.begin(), documents.end(), before);
     return documents;
 }

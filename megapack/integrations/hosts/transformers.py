@@ -271,7 +271,7 @@ def _matters(argument: str) -> bool:
 
 
 def _optimizer_record(optimizer: Any) -> dict[str, Any]:
-    """Return the rule of an optimizer and its settings: the same for every implementation of it."""
+    """Return an optimizer's update rule and settings, equal for all its implementations."""
     while hasattr(optimizer, "optimizer"):  # wrappers of accelerate and DeepSpeed
         optimizer = optimizer.optimizer
     # Loading a checkpoint does not change the class and the defaults, only the groups.
@@ -284,15 +284,15 @@ def _optimizer_record(optimizer: Any) -> dict[str, Any]:
     if rule in _ADAMS:
         is_decoupled = getattr(optimizer, "adam_w_mode", rule == "AdamW")
         rule = "AdamW" if settings.pop("decoupled_weight_decay", is_decoupled) else "Adam"
-    # bitsandbytes: bits of the state
+    # bits per value of the state, of bitsandbytes
     settings["optim_bits"] = getattr(getattr(optimizer, "args", None), "optim_bits", 32)
     return {"optimizer.class": rule, **resume.flatten(settings, "optimizer.")}
 
 
 def _model_record(model: Any, tokenizer: Any) -> dict[str, Any]:
     """Return the configuration of a model, its attention, dtype, adapters and trained parameters,
-    and a digest of the tokenizer. Before training wraps the model: wrappers may change dtypes."""
-    # Trainer does not load the checkpoint of a compiled model into another: its names differ.
+    and a digest of the tokenizer. Call it before wrappers, which may change dtypes."""
+    # Trainer cannot load a compiled model's checkpoint into another model: names differ.
     is_compiled = any(_COMPILED in name.split(".") for name, _ in model.named_parameters())
     record: dict[str, Any] = {"model.is_compiled": is_compiled}
     model = extract_model_from_parallel(model, keep_torch_compile=False)

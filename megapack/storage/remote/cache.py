@@ -350,7 +350,7 @@ class Cache:
             why = f"{error.strerror}: set MEGAPACK_CACHE to a directory where this user may write"
             raise OSError(error.errno, why, str(directory)) from error
         self._pool = ThreadPoolExecutor(NUM_REQUESTS, "megapack-fetch")
-        # Copies do not wait behind thousands of small requests, nor those behind copies.
+        # A second pool: copies and thousands of small requests do not wait for each other.
         self._copy_pool = ThreadPoolExecutor(NUM_COPIES, "megapack-copy")
         # Without this, the interpreter would fetch all queued blocks before it exits.
         threading._register_atexit(self._end)  # type: ignore[attr-defined]
@@ -363,8 +363,8 @@ class Cache:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def has_room(self, num_bytes: int) -> bool:
-        """Return whether the cache may keep an object that nobody needs yet as a whole: it has no
-        size limit, and twice as many bytes are free."""
+        """Return whether an object may be copied in advance: the cache has no size limit, and twice
+        as many bytes are free."""
         return self.limit is None and shutil.disk_usage(self.directory).free > 2 * num_bytes
 
     def submit(

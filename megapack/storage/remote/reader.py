@@ -138,7 +138,7 @@ class RemoteRows:
 
     def want(self, blocks: Blocks, *, copy: bool = False) -> set[Future[None]]:
         """Request missing blocks without waiting; return all requests that fetch them. ``copy``:
-        nobody waits for them yet."""
+        use the pool for copies in advance."""
         # If the cache has no size limit, a cached block is never evicted.
         unseen = blocks[~self._seen[blocks]] if self._cache.limit is None else blocks
         new = self._look(self._not_in_flight(unseen))

@@ -161,7 +161,7 @@ def find_inputs(
     Args:
         inputs: paths, glob patterns (``**`` crosses directories), directories.
         suffixes: files to take from directories (``.py``, or a pattern like ``train-*.jsonl``); by
-            default ``DATA_SUFFIXES``. Upper and lower case are equal.
+            default ``DATA_SUFFIXES``. Case does not matter.
         format: format of all files; None: decided by suffix.
         max_bytes: stop before the file that would make the sum of sizes exceed this.
         note: called with one sentence, with a count, for every kind of file that is not read.

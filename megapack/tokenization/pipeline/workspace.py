@@ -315,7 +315,7 @@ class Workspace:
         if totals is not None:
             content |= dataclasses.asdict(totals)
             inputs, workers = self._plan.inputs, self._config.workers
-            num_files = 1 + len(inputs) // (16 * workers)  # of a task
+            num_files = 1 + len(inputs) // (16 * workers)  # per task
             parts = [inputs[i : i + num_files] for i in range(0, len(inputs), num_files)]
             with ThreadPoolExecutor(workers) as threads:
                 digests = threads.map(lambda part: [*map(input_digest, part)], parts)

@@ -153,7 +153,7 @@ def describe_reduction(
     """Return a line about the stage: how many bytes are reduced, and when."""
     chosen = f"ZeRO: stage {engine.stage}" + (" (auto)" if engine.zero_stage == "auto" else "")
     if ranks == 1:
-        # Stages 0 and 1 (bfloat16) copy gradients to reduce them; the others have a buffer.
+        # Stages 0 and 1 (bfloat16) copy gradients to reduce them; other modes keep a buffer.
         is_kept = engine.stage > 1 or (engine.stage == 1 and engine.precision == "fp32")
         kept = ", but DeepSpeed allocates its reduce buckets" if is_kept else ""
         return f"{chosen}; one rank, nothing to reduce{kept}"

@@ -13,9 +13,9 @@
     tensorboard/, batches/, profile/  curves, samples of every rank, traces, if requested
     flight/                last collectives of every rank, written after an NCCL timeout
 
-A line of a .jsonl ends with ``chain``, the SHA-256 of the previous line's ``chain`` (64 zeros for
-the first line) and of the line before ``, "chain"``. So no line can change or disappear without a
-trace, and a resumed run continues the chain:
+Each line of a .jsonl ends with ``chain``, the SHA-256 of the previous line's ``chain`` (64 zeros
+for the first line) followed by the line up to ``, "chain"``. So no line can change or disappear
+unnoticed, and a resumed run continues the chain:
 
     {"step": 0, "loss": 4.2, "chain": "5c1e..."}   # sha256(b"0" * 64 + b'{"step": 0, "loss": 4.2')
 
@@ -163,7 +163,7 @@ class RunDirectory:
 
     @property
     def has_ended(self) -> bool:
-        """The run ended in order: no rank writes any more. A killed run leaves "running" in
+        """True if the run ended in order: no rank writes any more. A killed run leaves "running" in
         ``end.json``, and after an error other ranks may still write."""
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
             return json.loads(self.ended.read_bytes())["reason"] not in ("running", "error")
@@ -172,7 +172,7 @@ class RunDirectory:
     def record(self, event: str, inputs: Mapping[str, FileFacts] | None = None) -> None:
         """Append a ``Record`` of all files that changed since the last one to ``audit.jsonl``."""
         before = Record.empty()
-        with contextlib.suppress(FormatError):  # a damaged line stops audits, not the training
+        with contextlib.suppress(FormatError):  # a damaged line fails audits, not the training
             before = Record.total(self.audit)
         files, logs = {}, {}
         for name in self.recorded_names():
@@ -462,7 +462,7 @@ def last_line(file: io.BufferedRandom | io.BufferedReader) -> tuple[bytes, int]:
 
 
 def chain_problems(path: Path, recorded: LogFacts | None, *, may_grow: bool) -> Iterator[str]:
-    """Yield what contradicts the chain of a log, as predicates of the file.
+    """Yield the contradictions between a log and its chain, as predicates ("has ...").
 
     Args:
         recorded: the last ``LogFacts`` of the file; None: ``audit.jsonl`` itself.
@@ -484,7 +484,7 @@ def chain_problems(path: Path, recorded: LogFacts | None, *, may_grow: bool) -> 
                 if recorded is not None and end == recorded.bytes:
                     chain_at[end] = _chain_of(text)
     if num_old:
-        yield f"has {num_old} lines without a chain, of an earlier version: they are not proven"
+        yield f"has {num_old} lines without a chain, written by an earlier version: not proven"
     if num_broken:
         more = f" (and {num_broken - 1} more)" if num_broken > 1 else ""
         yield f"has a changed line, or lacks the line before it: line {broken_at}{more}"

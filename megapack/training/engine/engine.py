@@ -126,8 +126,8 @@ def parameter_groups(model: TrainingModel, optimizer: OptimizerConfig) -> list[d
 
 @contextmanager
 def _compiled_at_first_call() -> Iterator[None]:
-    """Let ``torch.compile`` compile a function when it is first called. DeepSpeed compiles Muon
-    when it is imported, and importing the compiler takes seconds of every start."""
+    """Defer ``torch.compile`` to the first call of a function. DeepSpeed compiles Muon at import,
+    and importing the compiler would add seconds to every start."""
     compile_now: Callable[..., Any] = torch.compile
 
     def compile_later(function: Any = None, **options: Any) -> Callable[..., Any]:
