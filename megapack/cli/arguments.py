@@ -13,9 +13,11 @@ import argparse
 import os
 from collections.abc import Callable
 from fractions import Fraction
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from megapack.errors import ConfigError
+from megapack.storage.address import is_remote
 from megapack.storage.index_file import prefix_of
 from megapack.units import parse_size
 
@@ -56,6 +58,20 @@ def capacities(text: str) -> list[int]:
     return sorted(map(int, numbers))
 
 
+def limits(text: str) -> list[int]:
+    """Convert ``4,8`` to [4, 8]."""
+    if not all(limit.strip().isdecimal() for limit in text.split(",")):
+        _refuse(f"{text!r} is not a limit; write 8, or 4,8,16 for three buckets")
+    return [int(limit) for limit in text.split(",")]
+
+
+def local_folder(text: str) -> Path:
+    """Convert the path of a folder of this machine."""
+    if is_remote(text):
+        _refuse(f"{text!r} is the address of an object store; give a folder of this machine")
+    return Path(text)
+
+
 def positive(text: str) -> int:
     """Convert a whole number of at least 1."""
     if not text.strip().isdecimal() or int(text) < 1:
@@ -87,8 +103,8 @@ def share(text: str) -> Fraction:
 def part_of(text: str) -> tuple[int, int]:
     """Convert ``0/8`` to (0, 8)."""
     i, slash, n = text.partition("/")
-    if not slash or not i.isdecimal() or not n.isdecimal() or int(n) == 0:
-        _refuse(f"{text!r} is not of the form I/N, as in 0/8")
+    if not slash or not i.isdecimal() or not n.isdecimal() or int(i) >= int(n):
+        _refuse(f"{text!r} is not of the form I/N with I below N; of 8 parts the first is 0/8")
     return int(i), int(n)
 
 

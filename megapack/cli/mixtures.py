@@ -40,7 +40,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megapack.cli.arguments import add_flags, add_shared, positive
+from megapack.cli.arguments import add_flags, add_shared, local_folder, positive
 from megapack.cli.output import Work, note, print_result, print_table
 from megapack.cli.pack import add_sharing
 from megapack.cli.proxy import add_scale, planned, title_of
@@ -65,7 +65,7 @@ PRETRAIN = (sys.executable, "-m", "megapack.training.pretrain")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="FILE", help="YAML of the run")
-    parser.add_argument("folder", metavar="DIR", help="folder of the proxies")
+    parser.add_argument("folder", metavar="DIR", type=local_folder, help="folder of the proxies")
     add_scale(parser)
     parser.add_argument(
         "--design",
@@ -91,6 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, run="train runs that have not finished, and resume stopped ones")
     parser.add_argument(
         "--launch",
+        type=_command,
         metavar="COMMAND",
         help="program that starts a run (default: this Python, -m megapack.training.pretrain)",
     )
@@ -124,8 +125,19 @@ class DesignFile:
     mixtures: tuple[dict[str, float], ...]  # source -> weight; others have 0
 
 
+def _command(text: str) -> tuple[str, ...]:
+    """Split a command as a shell does."""
+    try:
+        words = tuple(shlex.split(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a command of a shell: {error}") from None
+    if not words:
+        raise argparse.ArgumentTypeError("the command is empty; leave out the option, or name one")
+    return words
+
+
 def run(args: argparse.Namespace) -> None:
-    folder = Path(args.folder).absolute()
+    folder = args.folder.absolute()
     scale = f"{args.scale.numerator}-{args.scale.denominator}"
     proxy = planned(args, folder / f"proxy-{scale}-{args.seed}")
     prior, names = prior_of(proxy), [source.name for source in proxy.sources]
@@ -134,7 +146,7 @@ def run(args: argparse.Namespace) -> None:
         kind = load_config(DesignFile, kind).mixtures
     sampling = {"concentration": args.concentration, "seed": args.seed}
     trials = trials_of(folder, proxy, design(names, prior, kind, number=args.number, **sampling))
-    launch = PRETRAIN if args.launch is None else tuple(shlex.split(args.launch))
+    launch = PRETRAIN if args.launch is None else args.launch
     commands = [(*launch, "--config", str(trial.folder / RUN)) for trial in trials]
     if not args.dry_run:
         proxy.write(title_of(args), overwrite=True)

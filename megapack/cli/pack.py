@@ -45,6 +45,7 @@ from megapack.cli.arguments import (
     add_dataset_argument,
     add_shared,
     capacities,
+    limits,
     part_of,
     share,
 )
@@ -233,7 +234,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--second-capacity",
         metavar="N[,N...]",
-        type=capacities,
+        type=limits,
         help="largest sum of second sizes in a sample: one number, or one per bucket",
     )
     parser.add_argument(

@@ -32,9 +32,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from megapack.cli.arguments import add_shared, positive, share
+from megapack.cli.arguments import add_shared, local_folder, positive, share
 from megapack.cli.output import Screen, print_result, print_table
 from megapack.config import load_config
+from megapack.errors import printable
 from megapack.training.config import PretrainConfig
 from megapack.training.proxy import RUN, Proxy, plan_proxy
 from megapack.units import count, counted, percent
@@ -44,7 +45,7 @@ SHOWN = 20  # sources in the table: those that differ most
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="FILE", help="YAML of the run")
-    parser.add_argument("folder", metavar="DIR", help="folder of the proxy")
+    parser.add_argument("folder", metavar="DIR", type=local_folder, help="folder of the proxy")
     add_scale(parser)
     add_shared(parser, "--overwrite", "--dry-run", "--json")
 
@@ -90,11 +91,11 @@ def planned(args: argparse.Namespace, folder: Path) -> Proxy:
 
 
 def title_of(args: argparse.Namespace) -> str:
-    return f"Proxy of {args.config} at scale {args.scale}, written by megapack-build."
+    return f"Proxy of {printable(args.config)} at scale {args.scale}, written by megapack-build."
 
 
 def run(args: argparse.Namespace) -> None:
-    proxy = planned(args, Path(args.folder))
+    proxy = planned(args, args.folder)
     if not args.dry_run:
         proxy.write(title_of(args), overwrite=args.overwrite)
     print_result(args, facts_of(proxy), lambda: _show(proxy, args))

@@ -46,6 +46,7 @@ from megapack.packing.sharded import (
 from megapack.packing.trees import tokens_of
 from megapack.storage import IndexedDataset
 from megapack.storage.index_file import GROUPS
+from megapack.units import checked_integer
 
 Ids = NDArray[np.int64]
 _LONG = 8  # a document waits until those before it have this many times its tokens
@@ -64,7 +65,8 @@ class NestedOrder:
     """
 
     def __init__(self, lengths: ArrayLike, seed: int, groups: Ids | None = None) -> None:
-        self.lengths, self.seed = np.asarray(lengths), seed
+        self.lengths = np.asarray(lengths)
+        self.seed = checked_integer("seed", seed, 0, (1 << 64) - 1)
         documents = np.flatnonzero(self.lengths)
         self._unit, self._tokens = None, self.lengths[documents]
         if groups is not None:

@@ -522,7 +522,7 @@ def _bucket_llm(request: Request, *, pairs: bool) -> Packing:
         "auto",
         "on: a sample that would be padded by more than padding_threshold moves to a larger "
         "bucket and gets more documents; lookahead: on, and documents that leave no space or "
-        "enough for another come first; auto: the one that pads least, or off up to 0.1 % of padding",
+        "enough for another come first; auto: whichever pads least, or off if that pads < 0.1 %",
         choices=("auto", "on", "lookahead", "off"),
     ),
     Parameter(

@@ -357,14 +357,16 @@ def _check_ends(ends: Sequence[int], scaling: Scaling) -> None:
     lost = missing(scaling.share)
     if lost is None:
         return
-    fitting = range(int(1 / scaling.share), 0, -1)
-    largest = next((k for k in fitting if missing(Fraction(1, k)) is None), 1)
+    # A run of n steps has none in its proxy if that has less than half a step.
+    smallest = min(1 / scaling.share, 2 * ends[-1] / scaling.per_step)
+    fitting = (k for k in range(int(smallest), 0, -1) if missing(Fraction(1, k)) is None)
+    scale = next((f"give --scale 1/{k}, the smallest that fits, or " for k in fitting), "")
     begin, end = lost
     steps = (end - begin) * scaling.share / scaling.per_step
     raise ConfigError(
         f"--scale is {scaling.share}: the stage from step {begin:,} to {end - 1:,} would have "
-        f"{float(steps):.2g} of the proxy's {scaling.step(ends[-1]):,} steps; the smallest scale "
-        f"at which every stage has a step is 1/{largest}; or make steps smaller (--tokens-per-step)"
+        f"{float(steps):.2g} of the proxy's {scaling.step(ends[-1]):,} steps; {scale}make "
+        "steps smaller (--tokens-per-step)"
     )
 
 

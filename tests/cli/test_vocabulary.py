@@ -100,3 +100,28 @@ def test_vocabulary_lists_every_public_name_once() -> None:
     assert len(public) > 60
     assert set(told) == public, set(told) ^ public
     assert told.most_common(1)[0][1] == 1, told.most_common(3)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["proxy", "run.yaml", "s3://b/x", "--scale", "1/4"], "the address of an object store"),
+        (["mixtures", "r.yaml", "gs://b/x", "--scale", "1/4"], "the address of an object store"),
+        (
+            ["mixtures", "r.yaml", "x", "--scale", "1/4", "--launch", "'x"],
+            "not a command of a shell",
+        ),
+        (["mixtures", "r.yaml", "x", "--scale", "1/4", "--launch", ""], "the command is empty"),
+        (
+            ["mixtures", "r.yaml", "x", "--scale", "1/4", "--part", "5/3"],
+            "of 8 parts the first is 0/8",
+        ),
+        (["pack", "--buckets", "8", "--second-capacity", "4.5"], "write 8, or 4,8,16"),
+    ],
+)
+def test_values_that_an_option_refuses(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        build_parser(words[0]).parse_args(words[1:])
+    assert message in capsys.readouterr().err

@@ -272,7 +272,9 @@ def test_a_run_of_one_dataset_has_a_proxy(sources: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--scale", "1/100"], "the smallest scale at which every stage has a step is 1/91"),
+        (["--scale", "1/100"], "give --scale 1/91, the smallest that fits"),
+        (["--scale", "1e-300"], "give --scale 1/128, the smallest that fits"),
+        (["--seed", "-1", "--scale", "1/2"], "seed is -1"),
         (["--scale", "2"], "'2' is not a share above 0 and at most 1; write 0.02 or 1/50"),
         (["--scale", "0.5", "--tokens-per-step", "100"], "with --tokens-per-step 100: a draw of"),
         (["--scale", "1/2", "--set", "checkpoint.branch_from=x"], "leave it out (--set checkpoint"),
