@@ -6,9 +6,9 @@ Makes documents of text and images (one color each; the next token is its name),
 no sample exceeds 128 tokens and 6 images, and trains a LLaVA of two layers on the CPU.
 
 An image is a run of placeholder tokens. Column ``image`` has the row of the image in images.npy at
-the first placeholder, and -1 elsewhere. Whatever packing, schedule and loader do to the tokens,
-a batch has the rows of its images in their order, and ``inputs_of`` loads just these. Limiting the
-images of a sample limits the memory of the vision encoder.
+the first placeholder, and -1 elsewhere. A packed batch has the rows of its images in their
+order, and ``inputs_of`` loads only these. Limiting the images of a sample limits the memory of the
+vision encoder.
 
 Loss and gradients equal those of the documents alone (tests/integrations/test_examples.py).
 """

@@ -46,7 +46,7 @@ def load_config(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -
         return from_dict(cls, apply_overrides(tree, overrides), where=where)
     except ConfigError as error:
         problem = str(error)
-    if problem.startswith("--set "):  # an override that fails by itself
+    if problem.startswith("--set "):  # one override is invalid
         raise ConfigError(problem)
 
     def is_cause(*removed: int) -> bool:

@@ -1,9 +1,9 @@
 """Outputs that refactoring must not change: their hashes are in tests/golden/outputs.json.
 
 What users get (datasets, samples, steps, batches) is made here through the command line and the
-public names alone, and its bytes are hashed (first on fee8912; since then five schedules changed,
-of one source, whose stages gave it another weight: that changes nothing, and the order goes on; the
-schedules of `bucket` keep `promote: on`, which was its default choice). A deliberate change is
+public names alone, and its bytes are hashed (first on fee8912; since then five schedules of one
+source changed: stages that only changed its weight no longer restart its order; the schedules of
+`bucket` keep `promote: on`, which was its default choice). A deliberate change is
 written anew by
 
     python tests/test_outputs.py

@@ -461,7 +461,7 @@ def _key(path: str, *, public: bool) -> Any:
         else:
             key = serialization.load_pem_private_key(content, None)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{path} is no PEM key, or has a password ({error}): {remedy}") from error
+        raise ConfigError(f"{path} is not a readable PEM key ({error}): {remedy}") from error
     if isinstance(key, ed25519.Ed25519PrivateKey):
         return key.public_key() if public else key
     if public and isinstance(key, ed25519.Ed25519PublicKey):

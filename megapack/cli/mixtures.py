@@ -45,7 +45,7 @@ from megapack.cli.output import Work, note, print_result, print_table
 from megapack.cli.pack import add_sharing
 from megapack.cli.proxy import add_scale, planned, title_of
 from megapack.config import load_config
-from megapack.errors import DataError, MegapackError
+from megapack.errors import ConfigError, DataError, MegapackError
 from megapack.executors import Counted, Report, run_shards
 from megapack.training.mixtures import (
     Proposal,
@@ -144,6 +144,10 @@ def run(args: argparse.Namespace) -> None:
     kind = args.design
     if kind not in ("dirichlet", "one"):
         kind = load_config(DesignFile, kind).mixtures
+        if not kind:
+            raise ConfigError(
+                f"{args.design} lists no mixtures: add one, as in {{web: 0.8, code: 0.2}}"
+            )
     sampling = {"concentration": args.concentration, "seed": args.seed}
     trials = trials_of(folder, proxy, design(names, prior, kind, number=args.number, **sampling))
     launch = PRETRAIN if args.launch is None else args.launch

@@ -1,4 +1,4 @@
-"""Checks of a host's options, and replacements of names in its modules.
+"""What adapters of hosts share: checks of options, replaced names, the model without a wrapper.
 
 check_options({"packing": (args.packing, False, "rows are packed already")})
 # ConfigError: packing is True: rows are packed already. Set it to False.
@@ -57,3 +57,8 @@ class Rebinding:
         while self._replaced:
             owner, name, original = self._replaced.pop()
             setattr(owner, name, original)
+
+
+def bare_model(model: Any) -> Any:
+    """Return the model without PEFT's wrapper."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model

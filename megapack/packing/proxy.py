@@ -100,7 +100,7 @@ class NestedOrder:
 
     def scale_for(self, share: float, half_sample: float) -> int:
         """Return the largest k below 1 / ``share`` for which 1 / k of the tokens is met within 1 %
-        by whole units, and by samples of twice ``half_sample`` tokens; 1 if there is none."""
+        by whole units, and by samples of twice ``half_sample`` tokens; 1 if no k meets it."""
         self._take(len(self._sorted))
         k = np.arange(1, max(2, math.ceil(1 / share)))
         wanted = self.num_tokens / k

@@ -88,8 +88,9 @@ def check_second(
 
 def read_second(second: str, prefix: str) -> NDArray[Any]:
     """Return the second size of every document of a dataset. ``second`` is the path of a .npy, or
-    the name of a column of integers, whose rows are summed over each document. Raises ConfigError
-    if there is no such column, or it does not have one integer per token; FormatError, OSError."""
+    the name of a column of integers; the sum of its rows over a document is the second size.
+    Raises ConfigError if the column does not exist or does not have one integer per token;
+    FormatError, OSError."""
     if second.endswith(".npy"):
         return np.array(open_npy(second))
     dataset = IndexedDataset(prefix)

@@ -425,7 +425,7 @@ class Passes:
 
     def alone_leaks(self, base: Run) -> list[Leak]:
         """Compare documents alone with the same ones in their row: the shortest, the longest, and
-        one inside a row, whose first position is divisible by few powers of two."""
+        one inside a row. Its first position has few factors of two."""
         numbers = sorted(self.documents.numbers, key=lambda n: len(self.documents.places(n)))
         begins = {n: int(self.documents.places(n)[0]) % self.documents.row for n in numbers}
         # Sizes of chunks and windows are powers of two: odd first positions show them.
@@ -503,8 +503,8 @@ class Passes:
         try:
             if not again.tokens or not again.graph.leaves:
                 raise LeakError(
-                    "the outputs have none at the embedded tokens; the target must be made of "
-                    "modules, without no_grad, inference_mode or vmap"
+                    "the outputs have no gradient at the embedded tokens; the target must consist "
+                    "of modules, without no_grad, inference_mode or vmap"
                 )
             sizes = again.graph.sizes(again.tokens, real & own[self.of_token], again.graph.leaves)
             of_token = torch.stack(sizes).amax(dim=0)

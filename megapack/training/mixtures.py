@@ -314,7 +314,8 @@ def propose(
     if not usable or np.isfinite(losses).sum(axis=0).min() < _FEWEST:
         raise DataError(
             f"{len(usable)} finished trials have these settings and sources, and a regression "
-            f"needs at least {_FEWEST} with every held-out set: run more (--number)"
+            f"needs at least {_FEWEST} with every held-out set: start them (--run), or plan more "
+            "(--number)"
         )
     base = np.array(prior, np.float64)
     drawn = np.vstack([base, candidates(base, _CANDIDATES, concentration, seed)])

@@ -121,7 +121,7 @@ def packed_lengths(num_documents: int, longest: int, seed: int = 0) -> np.ndarra
 def packed_index(
     num_documents: int = 400, buckets: Sequence[int] = (16, 32, 64), seed: int = 0
 ) -> SampleIndex:
-    """Pack with ``promote="off"``: golden orders are of these samples, whatever the default is."""
+    """Pack with ``promote="off"``: golden orders are those of these samples."""
     lengths = packed_lengths(num_documents, max(buckets), seed)
     return pack(lengths, "bucket", buckets=list(buckets), promote="off")
 

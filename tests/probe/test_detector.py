@@ -188,7 +188,7 @@ def test_a_probe_compiles_no_code_again(target: str) -> None:
 
     torch._dynamo.reset()  # type: ignore[no-untyped-call]
     call().sum().backward()
-    with torch.no_grad():  # the probe's mode; compiled code has one of its own
+    with torch.no_grad():  # the probe's mode, for which torch compiles separately
         call()
     before = len(compiled)
     assert probe(run, batch).ok and float(model.layers[1].calls) == 2

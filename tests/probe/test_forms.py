@@ -278,8 +278,11 @@ def test_gradients_that_cannot_be_compared_are_noted() -> None:
 
     model, table = Decoder(), torch.randn(64, WIDTH)
     targets: list[tuple[Any, str]] = [
-        (torch.inference_mode()(lambda batch: model(**batch)), "have none at the embedded tokens"),
-        (lambda batch: table[batch["input_ids"]], "have none at the embedded tokens"),
+        (
+            torch.inference_mode()(lambda batch: model(**batch)),
+            "have no gradient at the embedded tokens",
+        ),
+        (lambda batch: table[batch["input_ids"]], "have no gradient at the embedded tokens"),
         (Decoder(NotFinite), "they are not finite"),
     ]
     for target, message in targets:

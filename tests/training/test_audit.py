@@ -300,7 +300,7 @@ def test_keys_that_cannot_sign(copied: Path, keys: tuple[Path, Path], tmp_path: 
     private, public = keys
     (tmp_path / "short").write_bytes(b"x" * 31)
     text = printed("audit", copied, "--sign", tmp_path / "short", status=2)
-    assert "is no PEM key, or has a password" in text and "openssl genpkey" in text
+    assert "is not a readable PEM key" in text and "openssl genpkey" in text
     assert "not a private Ed25519 key" in printed("audit", copied, "--sign", public, status=2)
     assert "leave out --answer-only" in printed(
         "audit", copied, "--sign", private, "--answer-only", status=2

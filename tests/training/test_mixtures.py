@@ -138,7 +138,7 @@ def blend(tmp_path: Path) -> Path:
     run = {
         "run_dir": "x",
         "num_steps": 320,
-        "model": {"preset": "llama_tiny"},
+        "model": {"preset": "llama_tiny", "vocab_size": 64},
         "data": {"blend": str(tmp_path / "blend.yaml")}
         | {"tokens_per_step": 256, "micro_batch_tokens": 256},
         "checkpoint": {"every": None, "export": False},
@@ -194,6 +194,16 @@ def test_command_prepares_runs_resumes_and_proposes(blend: Path) -> None:
         assert math.isclose(stage["weights"][name], weights[name] / before)
 
 
+def test_a_real_run_is_evidence(blend: Path) -> None:
+    """megapack-pretrain scores the held-out documents of every source after the last step."""
+    command = ("mixtures", blend / "run.yaml", blend / "tries", "--scale", "1/64", "--number", 1)
+    facts = json.loads(printed(*command, "--run", "--json"))
+    ((folder, losses),) = [(Path(t["command"][-1]).parent, t["losses"]) for t in facts["trials"]]
+    assert losses.keys() == set(NAMES) and all(2 < loss < 12 for loss in losses.values())
+    assert len((folder / "run" / "log.jsonl").read_text().splitlines()) == 5
+    assert json.loads(printed(*command, "--json"))["trials"] == facts["trials"]
+
+
 def test_renamed_and_added_sources_keep_the_evidence(blend: Path) -> None:
     """Mixtures of renamed sources do not run again; a change of the run's settings drops their
     evidence."""
@@ -215,6 +225,7 @@ def test_renamed_and_added_sources_keep_the_evidence(blend: Path) -> None:
     [
         ("valid_prefix", (), "give sources of the manifest a valid_prefix"),
         ("", ("--design", "run.yaml"), "run.yaml: unknown key 'checkpoint' (known: mixtures)"),
+        ("", ("--design", "empty.yaml"), "empty.yaml lists no mixtures"),
         ("", ("--concentration", "0"), "mixtures: concentration is 0.0; it must be above 0"),
         ("", ("--set", "data.blend=null"), "give prefix and index"),
     ],
@@ -223,6 +234,7 @@ def test_wrong_commands_are_refused(
     blend: Path, change: str, options: tuple[str, ...], message: str, monkeypatch: Any
 ) -> None:
     monkeypatch.chdir(blend)
+    Path("empty.yaml").write_text("mixtures: []")
     if change:
         tree = yaml.safe_load((blend / "blend.yaml").read_text())
         for source in tree["sources"]:

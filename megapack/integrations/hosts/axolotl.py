@@ -24,8 +24,8 @@ from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel
 
 from megapack.errors import ConfigError
-from megapack.integrations.host import check_options
-from megapack.integrations.hosts.transformers import MicroBatches, PackedTrainerMixin, bare_model
+from megapack.integrations.host import bare_model, check_options
+from megapack.integrations.hosts.transformers import MicroBatches, PackedTrainerMixin
 from megapack.integrations.rows.dataset import RowOptions
 from megapack.integrations.rows.open_rows import open_data_path
 

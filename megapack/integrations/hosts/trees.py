@@ -38,8 +38,8 @@ from megapack.attention import ATTENTION_NAME, TreeSegments, tree_arguments
 from megapack.data import TreeBatch, tree_batch
 from megapack.errors import ConfigError
 from megapack.integrations.dialects import IGNORED
-from megapack.integrations.host import check_options
-from megapack.integrations.hosts.transformers import bare_model, check_model, parallel_sizes
+from megapack.integrations.host import bare_model, check_options
+from megapack.integrations.hosts.transformers import check_model, parallel_sizes
 from megapack.planning import plan_trees
 
 _KEPT = "predecessors"  # argument of a model's forward that the hook of its backbone reads

@@ -29,9 +29,8 @@ import torch
 
 from megapack.attention import TreeSegments, register, tree_arguments
 from megapack.errors import ConfigError
-from megapack.integrations.host import Rebinding, check_options
+from megapack.integrations.host import Rebinding, bare_model, check_options
 from megapack.integrations.hosts import verl
-from megapack.integrations.hosts.transformers import bare_model
 from megapack.integrations.hosts.trees import (
     check_tree_model,
     keep_predecessors,
