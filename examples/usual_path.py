@@ -17,10 +17,10 @@ def pack_bucket(lengths: list[int], capacities: list[int]) -> Buckets:
     chunks = [[(d, i * most, most)] for d, n in enumerate(lengths) for i in range(n // most)]
     rests = [(d, n - n % most, n % most) for d, n in enumerate(lengths) if n % most]
     options = [fill_samples(rests, capacities, effort) for effort in range(3)]
-    tokens = [sum(capacity * len(buckets[capacity]) for capacity in buckets) for buckets in options]
-    padding = tokens[0] - sum(length for _, _, length in rests)
-    buckets = options[tokens.index(min(tokens)) if 1000 * padding > tokens[0] else 0]
-    return {**buckets, most: chunks + buckets[most]}
+    used = sum(length for _, _, length in rests)
+    padding = [sum(c * len(buckets[c]) for c in buckets) - used for buckets in options]
+    enough = next((i for i in range(3) if 999 * padding[i] <= used), padding.index(min(padding)))
+    return {**options[enough], most: chunks + options[enough][most]}
 
 
 def fill_samples(rests: Sample, capacities: list[int], effort: int) -> Buckets:

@@ -434,8 +434,12 @@ def _bucket_rules(
     if promote == "auto":
         off, on = (_Outcome.of(counts, buckets, rules[name]) for name in ("off", "on"))
         tried = {"off": off}
+        # Promotion leaves fewer samples in small buckets, and lookahead the fewest: a draw that
+        # needs more repeats them. So stop at the first that pads little enough.
         if off.pads_too_much(tokens):
-            tried |= {"on": on, "lookahead": _Outcome.of(counts, buckets, rules["lookahead"])}
+            tried["on"] = on
+            if on.pads_too_much(tokens):
+                tried["lookahead"] = _Outcome.of(counts, buckets, rules["lookahead"])
         promote = min(tried, key=lambda name: tried[name].positions)
         alternative = on if promote == "off" else tried[promote]
         decisions["promote"] = (
@@ -522,7 +526,8 @@ def _bucket_llm(request: Request, *, pairs: bool) -> Packing:
         "auto",
         "on: a sample that would be padded by more than padding_threshold moves to a larger "
         "bucket and gets more documents; lookahead: on, and documents that leave no space or "
-        "enough for another come first; auto: whichever pads least, or off if that pads < 0.1 %",
+        "enough for another come first; auto: the first of off, on and lookahead that pads at most "
+        "0.1 %, else the one that pads least",
         choices=("auto", "on", "lookahead", "off"),
     ),
     Parameter(

@@ -242,6 +242,15 @@ def test_default_strategy_cuts_only_too_long_documents() -> None:
     assert metrics["padding_ratio"] < 0.004
 
 
+def test_promote_auto_stops_at_little_padding() -> None:
+    """Lookahead would pad still less, but leave fewer samples in small buckets."""
+    lengths = np.random.default_rng(0).lognormal(4, 0.8, 20_000)
+    documents, buckets = np.minimum(lengths, 512).astype(int) + 20, [128, 256, 512, 1024]
+    on, lookahead = (pack(documents, buckets=buckets, promote=how) for how in ("on", "lookahead"))
+    assert lookahead.metrics()["padding_ratio"] < on.metrics()["padding_ratio"] < 0.001
+    assert same_arrays(pack(documents, buckets=buckets), on)
+
+
 def test_promote_auto_takes_the_better_choice() -> None:
     short = web_like(20_000)
     no_short = short + 70  # no two documents fit into one bucket

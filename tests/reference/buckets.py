@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import combinations
@@ -205,11 +206,12 @@ def bucket(
     if promote == "auto":
         _, rests = cut(whole(lengths), buckets[-1])
         shorter = [remainder.length for remainder in rests]
-        off, slots = padding_of(drained(shorter, padding, len(shorter) or 1, seed))
-        promote = "off"
-        for how in ("on", "lookahead") if 1000 * off > slots else ():
-            padded, _ = padding_of(drained(shorter, rules[how], len(shorter) or 1, seed))
-            promote, off = (how, padded) if padded < off else (promote, off)
+        least = math.inf
+        for how in ("off", "on", "lookahead"):
+            padded, slots = padding_of(drained(shorter, rules[how], len(shorter) or 1, seed))
+            promote, least = (how, padded) if padded < least else (promote, least)
+            if 1000 * padded <= slots:
+                break
     return drained(lengths, rules[promote], pool_size, seed)
 
 
