@@ -13,6 +13,7 @@ from __future__ import annotations
 import abc
 import logging
 import os
+import threading
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -439,6 +440,7 @@ class RemoteReads:
         self._copied: set[int] = set()  # shards whose chunks have all been requested
         self._chunks: Iterator[tuple[RemoteRows, Ids]] = iter(())
         self._copying: set[Future[None]] = set()
+        self._copies = threading.Lock()  # loaders in several threads may share a dataset
 
     def add(self, shard: int, *arrays: Any) -> None:
         """Register the arrays of a shard that was opened: tokens and rows of columns."""
@@ -474,17 +476,22 @@ class RemoteReads:
     def copy_ahead(self) -> None:
         """Request the next chunks of the open shards, a few at a time, if the cache has room for
         them: random samples read small ranges, whose latency leaves the connection idle."""
-        self._copying = {request for request in self._copying if not request.done()}
-        while len(self._copying) < 2 * NUM_COPIES:
-            rows, blocks = next(self._chunks, (None, None))
-            if rows is not None and blocks is not None:
-                self._copying |= rows.want(blocks, copy=True)
-            elif shards := self._rows.keys() - self._copied:
-                self._copied.add(min(shards))
-                arrays = (a for a in self._rows[min(shards)] if open_cache().has_room(a.nbytes))
-                self._chunks = chain.from_iterable(map(_chunks_of, arrays))
-            else:
-                return
+        if not self._copies.acquire(blocking=False):
+            return  # another thread does so now
+        try:
+            self._copying = {request for request in self._copying if not request.done()}
+            while len(self._copying) < 2 * NUM_COPIES:
+                rows, blocks = next(self._chunks, (None, None))
+                if rows is not None and blocks is not None:
+                    self._copying |= rows.want(blocks, copy=True)
+                elif shards := {*self._rows} - self._copied:
+                    self._copied.add(min(shards))
+                    arrays = (a for a in self._rows[min(shards)] if open_cache().has_room(a.nbytes))
+                    self._chunks = chain.from_iterable(map(_chunks_of, arrays))
+                else:
+                    return
+        finally:
+            self._copies.release()
 
     def are_local(self, sample_ids: Ids) -> bool:
         """Return whether samples can be gathered without waiting."""

@@ -1,4 +1,4 @@
-"""What adapters of hosts share: checks of options, replaced names, the model without a wrapper.
+"""Helpers of all adapters: checks of options, replaced names, the model without a wrapper.
 
 check_options({"packing": (args.packing, False, "rows are packed already")})
 # ConfigError: packing is True: rows are packed already. Set it to False.
