@@ -21,6 +21,7 @@ from megapack.packing import STRATEGIES, pack
 
 LENGTHS = np.array([5, 9, 40], np.int32)
 ONE = np.zeros(1, np.int64)
+NO_MARKS = np.zeros(0, np.uint8)
 WRONG = [-1, 1 << 62, -(1 << 63), 1 << 64, 1.5, "1", None, [1]]
 
 
@@ -82,8 +83,8 @@ COUNTS: dict[str, Callable[[Any], Any]] = {
     "pad_token": lambda x: gatherer(pad_token=x),
     "itemsize": lambda x: _core.scan_lengths(LENGTHS, x, 0),
     "begin": lambda x: _core.scan_lengths(LENGTHS, 2, x),
-    "vocab_size": lambda x: _core.frame_documents_int32(LENGTHS[:0], ONE, [], [], x),
-    "prefix": lambda x: _core.frame_documents_int32(LENGTHS[:0], ONE, [x], [], 5),
+    "vocab_size": lambda x: _core.frame_documents_int32(LENGTHS[:0], ONE, [], [], x, NO_MARKS),
+    "prefix": lambda x: _core.frame_documents_int32(LENGTHS[:0], ONE, [x], [], 5, NO_MARKS),
     "count": lambda x: _core.permute_range(1, 9, 0, x),
     "num_documents": lambda x: _core.measure_samples(*_arrays(), x),
     "size": lambda x: _core.permute_range(1, x, 0, 1),

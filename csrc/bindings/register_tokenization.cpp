@@ -44,27 +44,28 @@ py::array_t<std::uint8_t> py_has_characters(const Array<std::uint8_t>& text,
     return per_document(measure)(text, offsets);
 }
 
-// Returns (tokens, offsets), see core/text/documents.hpp.
+// Returns (tokens, offsets, marked), see core/text/documents.hpp.
 template <typename Stored, typename Id>
-std::pair<py::array_t<Stored>, Numbers> py_frame_documents(const Array<Id>& ids,
-                                                           const Array<std::int64_t>& offsets,
-                                                           const std::vector<std::int64_t>& prefix,
-                                                           const std::vector<std::int64_t>& suffix,
-                                                           std::int64_t vocab_size) {
+std::tuple<py::array_t<Stored>, Numbers, Numbers> py_frame_documents(
+    const Array<Id>& ids, const Array<std::int64_t>& offsets,
+    const std::vector<std::int64_t>& prefix, const std::vector<std::int64_t>& suffix,
+    std::int64_t vocab_size, const Array<std::uint8_t>& marks) {
     const auto id_view = view(ids, "ids");
     const auto bounds = view(offsets, "offsets");
+    const auto mark_view = view(marks, "marks");
     FramedDocuments<Stored> framed = unlocked([&] {
         return frame_documents<Stored>(id_view, bounds, Span<const std::int64_t>(prefix),
-                                       Span<const std::int64_t>(suffix), vocab_size);
+                                       Span<const std::int64_t>(suffix), vocab_size, mark_view);
     });
-    return {to_numpy(std::move(framed.tokens)), to_numpy(std::move(framed.offsets))};
+    return {to_numpy(std::move(framed.tokens)), to_numpy(std::move(framed.offsets)),
+            to_numpy(std::move(framed.marked))};
 }
 
 template <typename Stored, typename Id>
 void def_frame(py::module_& m, const char* name) {
     m.def(name, &py_frame_documents<Stored, Id>, py::arg("ids").noconvert(),
           py::arg("offsets").noconvert(), py::arg("prefix"), py::arg("suffix"),
-          py::arg("vocab_size"));
+          py::arg("vocab_size"), py::arg("marks").noconvert());
 }
 
 }  // namespace

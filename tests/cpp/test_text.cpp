@@ -80,6 +80,13 @@ void test_characters() {
     const std::vector<std::uint8_t> expected{0, 1, 0, 1, 1, 0, 0};
     require(has_characters(documents.text, documents.offsets, ranges) == expected,
             "has_characters");
+    // The search takes steps of 32 and of 8 bytes: put the character at every place of a step.
+    for (std::size_t at = 0; at <= 80; ++at) {
+        const std::string text = std::string(at, 'x') + "\xE0\xA2\x8F" + std::string(80 - at, 'x');
+        const Documents one({text});
+        require(has_characters(one.text, one.offsets, ranges) == std::vector<std::uint8_t>{1},
+                "has_characters at every place");
+    }
 }
 
 void test_framing() {
@@ -92,6 +99,25 @@ void test_framing() {
     require(framed.tokens == std::vector<std::uint16_t>({1, 5, 6, 2, 3, 1, 2, 3, 1, 7, 2, 3}),
             "framed tokens");
     require(framed.offsets == std::vector<std::int64_t>({0, 5, 8, 12}), "framed offsets");
+    require(framed.marked.empty(), "no marked ids without marks");
+}
+
+void test_marked_ids() {
+    // More than one block of ids, with marked ids on both sides of its end; 1 is a prefix only.
+    std::vector<std::uint32_t> ids(200, 4);
+    ids[0] = ids[63] = 2;
+    ids[64] = ids[199] = 9;
+    const std::vector<std::int64_t> offsets{0, 100, 200};
+    const std::vector<std::int64_t> prefix{1};
+    const std::vector<std::int64_t> none;
+    std::vector<std::uint8_t> marks(10, 0);
+    marks[1] = marks[2] = marks[9] = 1;
+    const auto frame = [&] {
+        return frame_documents<std::int32_t, std::uint32_t>(ids, offsets, prefix, none, 10, marks);
+    };
+    require(frame().marked == std::vector<std::int64_t>({2, 2, 9, 9}), "marked ids");
+    marks.pop_back();
+    require(refuses<std::exception>(frame), "one mark per id of the vocabulary");
 }
 
 template <typename Id>
@@ -119,5 +145,5 @@ void test_refused_ids_and_offsets() {
 
 int main() {
     return pass({test_other_values, test_depth, test_utf8, test_words, test_characters,
-                 test_framing, test_refused_ids_and_offsets});
+                 test_framing, test_marked_ids, test_refused_ids_and_offsets});
 }

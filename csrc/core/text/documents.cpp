@@ -60,16 +60,24 @@ bool in_ranges(std::int64_t c, Span<const std::int64_t> ranges) {
     return num_below % 2 == 1 || (num_below > 0 && *(above - 1) == c);
 }
 
-// Returns true if one of eight bytes is 0xE0 or above: it starts a character of 3 or 4 bytes.
-bool has_long_lead(std::uint64_t word) {
-    return (word & (word << 1) & (word << 2) & kHighBits) != 0;
+// Nonzero if one of eight bytes is 0xE0 or above: it starts a character of 3 or 4 bytes.
+std::uint64_t long_leads(std::uint64_t word) {
+    return word & (word << 1) & (word << 2) & kHighBits;
+}
+
+// The same for 32 bytes.
+std::uint64_t long_leads_of_32(const std::uint8_t* p) {
+    return long_leads(load_8_bytes(p)) | long_leads(load_8_bytes(p + 8)) |
+           long_leads(load_8_bytes(p + 16)) | long_leads(load_8_bytes(p + 24));
 }
 
 bool has_any(Span<const std::uint8_t> document, Span<const std::int64_t> ranges) {
     const std::uint8_t* p = document.begin();
     const std::uint8_t* const end = document.end();
     while (p != end) {
-        if (end - p >= 8 && !has_long_lead(load_8_bytes(p))) {
+        if (end - p >= 32 && long_leads_of_32(p) == 0) {
+            p += 32;
+        } else if (end - p >= 8 && long_leads(load_8_bytes(p)) == 0) {
             p += 8;
         } else if (*p < 0xE0) {  // a character below U+0800, or a continuation byte
             ++p;
@@ -99,6 +107,23 @@ std::uint32_t largest(Span<const Id> ids) {
     std::uint32_t result = 0;
     for (const Id id : ids) result = std::max(result, static_cast<std::uint32_t>(id));
     return result;
+}
+
+// Adds the ids that `marks` marks to `out`. Blocks without one, nearly all, take no branch per id.
+template <typename Id>
+void append_marked(Span<const Id> ids, Span<const std::uint8_t> marks,
+                   std::vector<std::int64_t>& out) {
+    constexpr std::int64_t kBlock = 64;
+    for (std::int64_t begin = 0; begin < ids.size(); begin += kBlock) {
+        const std::int64_t end = std::min(begin + kBlock, ids.size());
+        unsigned any = 0;
+        for (std::int64_t i = begin; i < end; ++i) any |= marks[static_cast<std::int64_t>(ids[i])];
+        if (any == 0) continue;
+        for (std::int64_t i = begin; i < end; ++i) {
+            const auto id = static_cast<std::int64_t>(ids[i]);
+            if (marks[id] != 0) out.push_back(id);
+        }
+    }
 }
 
 template <typename Stored>
@@ -134,10 +159,13 @@ std::vector<std::uint8_t> has_characters(Span<const std::uint8_t> text,
 template <typename Stored, typename Id>
 FramedDocuments<Stored> frame_documents(Span<const Id> ids, Span<const std::int64_t> offsets,
                                         Span<const std::int64_t> prefix,
-                                        Span<const std::int64_t> suffix, std::int64_t vocab_size) {
+                                        Span<const std::int64_t> suffix, std::int64_t vocab_size,
+                                        Span<const std::uint8_t> marks) {
     check(vocab_size > 0 && vocab_size - 1 <= std::numeric_limits<Stored>::max(), "vocab_size ",
           vocab_size, " does not fit the stored dtype, whose largest id is ",
           std::numeric_limits<Stored>::max());
+    check(marks.empty() || marks.size() == vocab_size, "marks has ", marks.size(),
+          " entries; it needs one for each of ", vocab_size, " ids");
     check_offsets(offsets, ids.size());
     std::int64_t max_token = ids.empty() ? -1 : static_cast<std::int64_t>(largest(ids));
     for (const auto frame : {prefix, suffix}) {
@@ -153,6 +181,7 @@ FramedDocuments<Stored> frame_documents(Span<const Id> ids, Span<const std::int6
     const std::int64_t num_documents = offsets.size() - 1;
     const std::int64_t added = prefix.size() + suffix.size();
     FramedDocuments<Stored> result;
+    if (!marks.empty()) append_marked(ids, marks, result.marked);
     result.tokens.resize(ids.size() + added * num_documents);
     result.offsets.resize(offsets.size());
     Stored* out = result.tokens.data();
@@ -166,10 +195,10 @@ FramedDocuments<Stored> frame_documents(Span<const Id> ids, Span<const std::int6
     return result;
 }
 
-#define MEGAPACK_FRAME_DOCUMENTS(Stored, Id)                                                   \
-    template FramedDocuments<Stored> frame_documents(Span<const Id>, Span<const std::int64_t>, \
-                                                     Span<const std::int64_t>,                 \
-                                                     Span<const std::int64_t>, std::int64_t)
+#define MEGAPACK_FRAME_DOCUMENTS(Stored, Id)                                \
+    template FramedDocuments<Stored> frame_documents(                       \
+        Span<const Id>, Span<const std::int64_t>, Span<const std::int64_t>, \
+        Span<const std::int64_t>, std::int64_t, Span<const std::uint8_t>)
 MEGAPACK_FRAME_DOCUMENTS(std::uint16_t, std::uint32_t);
 MEGAPACK_FRAME_DOCUMENTS(std::uint16_t, std::int32_t);
 MEGAPACK_FRAME_DOCUMENTS(std::int32_t, std::uint32_t);

@@ -30,13 +30,16 @@ template <typename Stored>
 struct FramedDocuments {
     std::vector<Stored> tokens;
     std::vector<std::int64_t> offsets;  // (documents + 1)
+    std::vector<std::int64_t> marked;   // the marked ids among `ids`, in their order
 };
 
 // Adds `prefix` before and `suffix` after every document and narrows the ids (uint32 or int32) to
-// Stored. Throws DataError for an id outside [0, vocab_size).
+// Stored. Also returns the ids with a nonzero byte in `marks` (vocab_size bytes; empty: no id).
+// Throws DataError for an id outside [0, vocab_size).
 template <typename Stored, typename Id>
 FramedDocuments<Stored> frame_documents(Span<const Id> ids, Span<const std::int64_t> offsets,
                                         Span<const std::int64_t> prefix,
-                                        Span<const std::int64_t> suffix, std::int64_t vocab_size);
+                                        Span<const std::int64_t> suffix, std::int64_t vocab_size,
+                                        Span<const std::uint8_t> marks = {});
 
 }  // namespace megapack

@@ -67,14 +67,20 @@ class Frame(NamedTuple):
     suffix: tuple[int, ...]  # ids after every document
 
     def put_around(
-        self, ids: NDArray[Any], offsets: NDArray[np.int64], *, bare: bool = False
-    ) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """Check ids, convert them to ``dtype`` and, unless ``bare``, add prefix and suffix. Raises
+        self,
+        ids: NDArray[Any],
+        offsets: NDArray[np.int64],
+        *,
+        bare: bool = False,
+        marks: NDArray[np.uint8] = np.zeros(0, np.uint8),  # noqa: B008
+    ) -> tuple[NDArray[Any], NDArray[np.int64], NDArray[np.int64]]:
+        """Check ids, convert them to ``dtype`` and, unless ``bare``, add prefix and suffix. Return
+        tokens, offsets, and those of ``ids`` with a nonzero byte in ``marks`` (vocab_size,). Raises
         DataError if an id is outside the vocabulary."""
         narrow = self.dtype == "uint16"
         frame = _core.frame_documents_uint16 if narrow else _core.frame_documents_int32
         before, after = ([], []) if bare else (list(self.prefix), list(self.suffix))
-        return frame(ids, offsets, before, after, self.vocab_size)
+        return frame(ids, offsets, before, after, self.vocab_size, marks)
 
 
 # Turns a block of documents into tokens. Drops documents without tokens and records them as faults.
@@ -96,8 +102,9 @@ class TextCoder:
     verify_fraction: float = 0.0
 
     @functools.cached_property
-    def _is_control(self) -> NDArray[np.bool_]:
-        return np.isin(np.arange(self.frame.vocab_size), list(self.controls))
+    def _is_control(self) -> NDArray[np.uint8]:
+        marks = np.isin(np.arange(self.frame.vocab_size), list(self.controls))
+        return marks.astype(np.uint8) if marks.any() else np.zeros(0, np.uint8)
 
     def code(self, block: TextBlock, faults: Faults) -> Coded:
         ids, offsets, failed = self._encode(block, faults)
@@ -114,8 +121,7 @@ class TextCoder:
             lengths = np.diff(offsets)
             ids, offsets = ids[np.repeat(usable, lengths)], offsets_of(lengths[usable])
             kept[kept] = usable
-        tokens, framed = self.frame.put_around(ids, offsets)
-        controls = ids[self._is_control[ids]] if self._is_control.any() else ids[:0]
+        tokens, framed, controls = self.frame.put_around(ids, offsets, marks=self._is_control)
         return Coded(tokens, framed, kept, values, collections.Counter(controls.tolist()))
 
     def _encode(
@@ -270,7 +276,7 @@ class ChatCoder(Generic[T]):
         ids = np.concatenate([np.zeros(0, np.int32), *(chat.ids for chat in chats)])
         learned = np.concatenate([np.zeros(0, np.bool_), *(chat.learned for chat in chats)])
         offsets = offsets_of([len(chat.ids) for chat in chats])
-        tokens, offsets = self.frame.put_around(ids, offsets, bare=True)
+        tokens, offsets, _ = self.frame.put_around(ids, offsets, bare=True)
         labels = np.where(learned, ids, np.int32(NO_LOSS)).astype(np.int32)
         return Coded(tokens, offsets, kept, {LABELS: labels})
 
