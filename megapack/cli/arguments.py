@@ -69,6 +69,8 @@ def local_folder(text: str) -> Path:
     """Convert the path of a folder of this machine."""
     if is_remote(text):
         _refuse(f"{text!r} is the address of an object store; give a folder of this machine")
+    if Path(text).exists() and not Path(text).is_dir():
+        _refuse(f"{text!r} is a file; give the name of a folder")
     return Path(text)
 
 

@@ -43,7 +43,7 @@ from megapack.cli.output import Screen, Work, print_result, print_table
 from megapack.cli.trace import document_facts, print_document
 from megapack.cli.verify import print_findings, verify_source
 from megapack.config import load_config
-from megapack.errors import ConfigError, FormatError, MegapackError
+from megapack.errors import ConfigError, FormatError, MegapackError, require
 from megapack.packing.sharded import is_shard_manifest, load_shards
 from megapack.packing.verify import verify_samples
 from megapack.records import parse_json
@@ -390,7 +390,7 @@ def sign_statement(run: RunDirectory, key: str, answers: dict[str, Any], *, toke
 
 def check_statement(run: RunDirectory, key: str) -> Iterator[Finding]:
     """Compare the signature with the key, then the SHA-256 of all files with the statement."""
-    from cryptography.exceptions import InvalidSignature  # noqa: PLC0415 (optional)
+    InvalidSignature = require("cryptography.exceptions", f"--key {key}").InvalidSignature  # noqa: N806
 
     path, public = run.path / STATEMENT, _key(key, public=True)
     try:
@@ -450,9 +450,9 @@ def _encoded(payload: bytes) -> bytes:
 
 def _key(path: str, *, public: bool) -> Any:
     """Return the private or the public Ed25519 key of a PEM file. Raises ConfigError."""
-    from cryptography.hazmat.primitives import serialization  # noqa: PLC0415 (optional)
-    from cryptography.hazmat.primitives.asymmetric import ed25519  # noqa: PLC0415
-
+    option, primitives = f"--{'key' if public else 'sign'} {path}", "cryptography.hazmat.primitives"
+    serialization = require(f"{primitives}.serialization", option)
+    ed25519 = require(f"{primitives}.asymmetric.ed25519", option)
     content = Path(path).read_bytes()
     remedy = "write one with openssl genpkey -algorithm ed25519 -out key.pem"
     try:

@@ -315,6 +315,7 @@ def run(args: argparse.Namespace) -> None:
         _pack_many(args, {"strategy": args.strategy, **options, **parameters})
         return
     prefix = _only_prefix(args)
+    _check_second_options(args)
     method = check_packing(args.strategy, parameters=parameters, groups=grouped, **options)
     output = args.output or f"{prefix}.samples"
     files = [prefix + suffix for suffix in SUFFIXES]
@@ -404,7 +405,23 @@ def _chosen_documents(path: str, documents: IndexFile) -> NDArray[np.int64]:
     return chosen
 
 
+def _check_second_options(args: argparse.Namespace) -> None:
+    """Raise ConfigError if only one of both options for second sizes is given."""
+    if args.second is not None and args.second_capacity is None:
+        raise ConfigError(
+            f"--second {args.second} needs --second-capacity: the largest sum of these sizes in a "
+            "sample"
+        )
+    if args.second is None and args.second_capacity is not None:
+        limit = ",".join(map(str, args.second_capacity))
+        raise ConfigError(
+            f"--second-capacity {limit} needs --second: the size of each document, as a column or "
+            "a .npy"
+        )
+
+
 def _pack_many(args: argparse.Namespace, options: Mapping[str, Any]) -> None:
+    _check_second_options(args)
     if args.documents is not None:
         raise ConfigError("--documents works with one dataset only; pack that dataset separately")
     if args.groups not in (None, "auto"):

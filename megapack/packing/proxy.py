@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megapack import _core
-from megapack.errors import ConfigError
+from megapack.errors import ConfigError, DataError
 from megapack.packing.groups import groups_checksum, read_groups
 from megapack.packing.metrics import array_checksum
 from megapack.packing.pack import pack
@@ -145,6 +145,7 @@ class _Shard:
     index: SampleIndex
     lengths: NDArray[Any]  # tokens per document, 0 for those that were not packed
     groups: Ids | None  # of every document; None: packed without groups
+    group_file: str | None  # where they were read
     second: Ids | None  # second size of every document; None: packed without
 
     @classmethod
@@ -157,12 +158,20 @@ class _Shard:
             is_packed = np.zeros(len(lengths), np.bool_)
             is_packed[np.asarray(index.segment_document)] = True
             lengths = lengths * is_packed
-        groups = None if index.groups is None else _groups_of(dataset, index, files)
-        second = None
+        file = groups = second = None
+        if index.groups is not None:
+            file, groups = _groups_of(dataset, index, files)
         if index.segment_second is not None:
             second = np.zeros(len(lengths), np.int64)
             second[np.asarray(index.segment_document)] = np.asarray(index.segment_second)
-        return cls(dataset=dataset, index=index, lengths=lengths, groups=groups, second=second)
+        return cls(
+            dataset=dataset,
+            index=index,
+            lengths=lengths,
+            groups=groups,
+            group_file=file,
+            second=second,
+        )
 
     def pack(self, taken: NDArray[np.bool_], threads: int) -> SampleIndex:
         """Return the samples of the documents that are taken, packed as the index was."""
@@ -189,14 +198,22 @@ class _Shard:
         )
 
 
-def _groups_of(dataset: IndexedDataset, index: SampleIndex, files: Sequence[str]) -> Ids:
-    """Return the groups that an index was packed with, which its checksum identifies."""
+def _groups_of(
+    dataset: IndexedDataset, index: SampleIndex, files: Sequence[str]
+) -> tuple[str, Ids]:
+    """Return the groups that an index was packed with, which its checksum identifies, and the file
+    that has them."""
     assert index.groups is not None
     default = ["auto"] if IndexedDataset.exists(dataset.prefix + GROUPS) else []
-    for name in (*default, *files):
-        ids = read_groups(name, dataset.prefix, len(dataset.document_lengths))
+    for name in (*files, *default):
+        try:
+            ids = read_groups(name, dataset.prefix, len(dataset.document_lengths))
+        except (ConfigError, DataError):  # groups of another source: another number of documents
+            if name == "auto":
+                raise
+            continue
         if groups_checksum(ids) == index.groups["ids"]:
-            return ids
+            return name, ids
     raise ConfigError(
         f"{index.path} was packed with groups that are neither in {dataset.prefix}{GROUPS} nor in "
         "a --group-file: add --group-file FILE.npy, the file that `pack --groups` read"
@@ -209,6 +226,7 @@ class ProxySamples:
 
     index: SourceIndex  # at the path of its file
     shards: tuple[SampleIndex, ...]
+    group_files: frozenset[str | None]  # where groups of its documents were read
     num_documents: int
     num_tokens: int
     of_tokens: int  # tokens of all documents of the source
@@ -300,6 +318,7 @@ def shrink(
     return ProxySamples(
         index=index,
         shards=tuple(best),
+        group_files=frozenset(shard.group_file for shard in opened),
         num_documents=int(taken.sum()),
         num_tokens=int(lengths[taken].sum(dtype=np.int64)),
         of_tokens=order.num_tokens,

@@ -43,8 +43,8 @@ def second_capacities(given: int | Iterable[int], num_buckets: int) -> list[int]
     capacities *= num_buckets if len(capacities) == 1 else 1
     if len(capacities) != num_buckets:
         raise ConfigError(
-            f"second_capacity is {capacities}, and there are {num_buckets} buckets: give one "
-            "number for all of them, or one for each"
+            f"second_capacity is {capacities}; give one number for all buckets, or one for each: "
+            f"{num_buckets}"
         )
     if any(larger < smaller for smaller, larger in pairwise(capacities)):
         raise ConfigError(
@@ -68,8 +68,8 @@ def check_second(
     array, capacity = np.asarray(sizes), capacities[-1]
     if array.shape != lengths.shape or (array.size and array.dtype.kind not in "iu"):
         raise DataError(
-            f"second has dtype {array.dtype} and shape {array.shape}; it must be "
-            f"({len(lengths)},) integers, the second size of each document"
+            f"second sizes have dtype {array.dtype} and shape {array.shape}; give "
+            f"{len(lengths):,} integers, one for each document"
         )
     filled = lengths > 0
     if (array < 0).any():

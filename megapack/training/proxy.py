@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
@@ -128,10 +128,14 @@ class Scaling:
 
 
 def scaling_of(
-    config: PretrainConfig, stages: Sequence[Stage], share: Fraction, tokens_per_step: int | None
+    config: PretrainConfig,
+    stages: Sequence[Stage],
+    buckets: Iterable[int],
+    share: Fraction,
+    tokens_per_step: int | None,
 ) -> Scaling:
     """Return the scale of a proxy with ``tokens_per_step``; None: those of the run. Raises
-    ConfigError if tokens per step of a stage would not be whole."""
+    ConfigError if a draw of a stage would not consist of whole samples of every bucket."""
     whole = config.data.tokens_per_step
     sizes = [
         size
@@ -139,13 +143,16 @@ def scaling_of(
         for name in _PER_STEP
         if (size := getattr(each, name))
     ]
-    unit = whole // math.gcd(*sizes)
     tokens = whole if tokens_per_step is None else tokens_per_step
-    if tokens % unit:
+    # size * tokens / whole must be a multiple of every bucket (of a row, where rows are padded).
+    smallest = config.data.row_tokens or math.lcm(*buckets)
+    unit = math.lcm(*(smallest * whole // math.gcd(smallest * whole, size) for size in sizes))
+    if tokens != whole and tokens % unit:
         given = ", ".join(map(str, sorted(set(sizes))))
         raise ConfigError(
-            f"--tokens-per-step is {tokens}, and steps or micro steps of the run have {given} "
-            f"tokens, which must scale to whole numbers: give a multiple of {unit}, as in "
+            f"--tokens-per-step is {tokens}: {given} tokens of steps or micro steps of the run, "
+            f"times {tokens}/{whole}, must be multiples of {smallest}, so that they consist of "
+            f"whole samples: give a multiple of {unit}, as in "
             f"{max(1, round(tokens / unit)) * unit}"
         )
     return Scaling(share=share, per_step=Fraction(tokens, whole))
@@ -230,8 +237,9 @@ def plan_proxy(
     else:
         prefix = data.prefix and place(data.prefix)
         blend = BlendConfig(sources=(Source(prefix=prefix, index=data.index),), fim=data.fim)
-    scaling = scaling_of(config, blend.stages, share, tokens_per_step)
     indices = [_open(source) for source in blend.sources]
+    buckets = [capacity for index in indices for capacity in index.buckets]
+    scaling = scaling_of(config, blend.stages, buckets, share, tokens_per_step)
     run = _schedule(config, indices, blend)
     num_steps = config.num_steps or run.num_steps(config.num_epochs)
     ends = _ends(run.program, num_steps, scaling)
@@ -242,6 +250,13 @@ def plan_proxy(
         shrink(index, source.prefix, float(share), folder / SAMPLES / _digest(index), **options)
         for source, index in zip(blend.sources, indices, strict=True)
     ]
+    used = frozenset[str | None]().union(*(image.group_files for image in samples))
+    for file in options.get("groups", ()):
+        if file not in used:
+            raise ConfigError(
+                f"--group-file {file} has the groups of no source of this run: leave it out, or "
+                "give the file that `pack --groups` read"
+            )
     files = [str(image.index.path) for image in samples]
     sources = [
         replace(source, index=file, shards=None)

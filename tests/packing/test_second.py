@@ -157,9 +157,12 @@ def test_strategies_without_two_capacities_refuse(name: str) -> None:
     [
         ({"second": [1, 9, 7]}, "document 1 has the second size 9, .* holds 6; 2 of 3 .* to 9, or"),
         ({"second": [1, -2, 0]}, "document 1 has the second size -2"),
-        ({"second": [1, 2]}, r"shape \(2,\); it must be \(3,\) integers"),
+        ({"second": [1, 2]}, r"shape \(2,\); give 3 integers"),
         ({"second": [0.5, 1, 1]}, "dtype float64"),
-        ({"second_capacity": [4, 5, 6]}, r"\[4, 5, 6\], and there are 2 buckets"),
+        (
+            {"second_capacity": [4, 5, 6]},
+            "for all buckets, or one for each: 2",
+        ),
         ({"second_capacity": [6, 4]}, "must not descend"),
         ({"second_capacity": 0}, "second_capacity is 0"),
         ({"second_capacity": None}, "second_capacity is missing"),
@@ -260,6 +263,14 @@ def test_command_packs_by_a_column_or_a_file(prefix: Path, tmp_path: Path) -> No
     assert "exists already" in build("pack", prefix, "--second", "images", *options).stderr
     refused = printed("pack", prefix, "--second", "image", *options, status=2)
     assert "no column 'image'; did you mean 'images'?" in refused
+    refused = printed("pack", prefix, "--second", "images", "--buckets", "8", status=2)
+    assert "--second images needs --second-capacity" in refused
+    refused = printed("pack", prefix, "--second-capacity", "4,8", "--buckets", "8", status=2)
+    assert "--second-capacity 4,8 needs --second" in refused
+    short = tmp_path / "short.npy"
+    np.save(short, IMAGES[:-1])
+    refused = printed("pack", prefix, "--second", short, *options, "--overwrite", status=1)
+    assert "second sizes have dtype int64 and shape (5,); give 6 integers" in refused
 
 
 def test_verify_compares_second_sizes_with_the_column(prefix: Path) -> None:
