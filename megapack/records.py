@@ -12,6 +12,7 @@ every value, including nested ones; ``check_inside`` checks relative file names.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
@@ -22,14 +23,20 @@ T = TypeVar("T")
 
 
 def parse_json(
-    text: str | bytes, where: object, *, remedy: str, error: type[MegapackError] = FormatError
+    text: str | bytes,
+    where: object,
+    *,
+    remedy: str | Callable[[], str],
+    error: type[MegapackError] = FormatError,
 ) -> Any:
     """Return the content of a JSON text (bytes are UTF-8). Raises ``error`` if it is not valid JSON
-    or nested too deeply: a message from ``where``, the origin of the text, to ``remedy``."""
+    or nested too deeply: a message from ``where``, the origin of the text, to ``remedy``, which is
+    called only then if it is a function."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as problem:
-        raise error(f"{where} is not valid JSON ({problem}); {remedy}") from problem
+        advice = remedy if isinstance(remedy, str) else remedy()
+        raise error(f"{where} is not valid JSON ({problem}); {advice}") from problem
 
 
 def read_record(

@@ -28,6 +28,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -117,7 +118,8 @@ def read_meta(prefix: str | os.PathLike[str]) -> dict[str, Any] | None:
     path = meta_path(prefix)
     try:
         with open_regular(path) as file:
-            content = parse_json(file.readall(), path, remedy=meta_remedy(prefix))
+            # The remedy lists the folder: not for every dataset of a folder of thousands.
+            content = parse_json(file.readall(), path, remedy=partial(meta_remedy, prefix))
     except FileNotFoundError:
         return None
     if not isinstance(content, dict) or content.get("format") != FORMAT:

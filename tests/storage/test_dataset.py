@@ -8,6 +8,7 @@ import struct
 import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -15,7 +16,9 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megapack.data import PackedDataset
 from megapack.errors import FormatError
+from megapack.packing import pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder, read_document_lengths
 from megapack.storage.files import open_regular, read_array_blocks
 from megapack.storage.verify import verify
@@ -311,3 +314,17 @@ def test_golden_files_are_written_and_read(tmp_path: Path, name: str) -> None:
     if multimodal:
         assert list(dataset.sequence_modes) == [mode for modes in MODES for mode in modes]
     assert not [f for f in verify(GOLDEN / name) if f.severity != "note"]
+
+
+def test_opening_does_not_list_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder may have thousands of datasets, and a run opens them all."""
+    with IndexedDatasetBuilder(tmp_path / "d", dtype=np.uint16) as builder:
+        builder.add_document([1, 2])
+    pack([2], buckets=[2]).save(tmp_path / "d.samples", source=IndexedDataset(tmp_path / "d"))
+
+    def refuse(*_: object) -> NoReturn:
+        raise AssertionError("the folder was listed")
+
+    for module, name in ((Path, "glob"), (Path, "iterdir"), (os, "listdir"), (os, "scandir")):
+        monkeypatch.setattr(module, name, refuse)
+    assert len(PackedDataset(tmp_path / "d", tmp_path / "d.samples")) == 1
