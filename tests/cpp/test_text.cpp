@@ -104,10 +104,10 @@ void test_framing() {
 
 void test_marked_ids() {
     // More than one block of ids, with marked ids on both sides of its end; 1 is a prefix only.
-    std::vector<std::uint32_t> ids(200, 4);
-    ids[0] = ids[63] = 2;
-    ids[64] = ids[199] = 9;
-    const std::vector<std::int64_t> offsets{0, 100, 200};
+    std::vector<std::uint32_t> ids(600, 4);
+    ids[0] = ids[255] = 2;
+    ids[256] = ids[599] = 9;
+    const std::vector<std::int64_t> offsets{0, 100, 600};
     const std::vector<std::int64_t> prefix{1};
     const std::vector<std::int64_t> none;
     std::vector<std::uint8_t> marks(10, 0);
