@@ -1,6 +1,6 @@
 """``make bench-growth``: how the time of each kind of work grows, at 1, 10 and 100 times the work.
 
-Columns: seconds of CPU at each size (all threads; the smallest of three runs, below two seconds),
+Columns: seconds of CPU at each size (all threads; the smallest of up to three runs),
 and the exponent: log10 of the time's factor per factor of ten, of both steps and of the last one.
 Work that is proportional to its size has exponent 1; ``n log n`` is log10(10 log(10 n) / log(n)) of
 the last step. Below 1, a fixed part dominates. ``verdict`` names rows whose last step grew by
@@ -27,14 +27,13 @@ from typing import Any
 
 import numpy as np
 from common import only, quick, write_results
-from lengths import BUCKETS, LAWS, Lengths
+from lengths import BUCKETS, LAWS, Lengths, write_documents
 
 from megapack.cli.main import main
 from megapack.data import PackedDataset, Schedule, build_loader, open_blend
 from megapack.data.blend import load_blend
 from megapack.packing import SampleIndex, pack
 from megapack.planning import plan_step
-from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 
 TOLERANCE = 0.1  # of an exponent
 Work = Callable[[], Any]
@@ -43,7 +42,7 @@ Work = Callable[[], Any]
 @dataclass(frozen=True)
 class Row:
     unit: str
-    smallest: int  # number of units; the others are 10 and 100 times as many
+    smallest: int  # number of units, measured also 10 and 100 times as large
     prepare: Callable[[int, Path], Work]  # (units, an empty folder) -> the work to time
 
 
@@ -106,9 +105,8 @@ def steps_of(n: int, _folder: Path) -> Work:
 
 
 def micro_batch(n: int, folder: Path) -> Work:
-    with IndexedDatasetBuilder(folder / "d", dtype=np.uint16) as builder:
-        lengths = lengths_of(4000)
-        builder.add_documents(np.zeros(lengths.sum(), np.uint16), np.append(0, np.cumsum(lengths)))
+    lengths = lengths_of(4000)
+    write_documents(folder / "d", lengths, vocabulary=1000)
     data = PackedDataset(folder / "d", pack(lengths, buckets=[1024]))
     rank = {"data_parallel_rank": 0, "data_parallel_size": 1, "prefetch": 0, "num_steps": 10**9}
     schedule = Schedule(data, tokens_per_step=1024 * n)
@@ -122,13 +120,12 @@ def micro_batch(n: int, folder: Path) -> Work:
 
 def write_source(prefix: Path, number: int) -> None:
     lengths = np.random.default_rng(number).integers(2, 200, 60)
-    with IndexedDatasetBuilder(prefix, dtype=np.uint16) as builder:
-        builder.add_documents(np.zeros(lengths.sum(), np.uint16), np.append(0, np.cumsum(lengths)))
-    index = pack(lengths, buckets=[256])
-    index.save(f"{prefix}.samples", source=IndexedDataset(prefix))
+    source = write_documents(prefix, lengths, vocabulary=1000)
+    pack(lengths, buckets=[256]).save(f"{prefix}.samples", source=source)
 
 
-def write_blend(n: int, folder: Path) -> Path:
+def write_blend(n: int, folder: Path) -> None:
+    """Write n sources, a manifest of them (blend.yaml) and a run on it (run.yaml)."""
     rows = []
     for i in range(n):
         write_source(folder / f"s{i}", i)
@@ -139,7 +136,6 @@ def write_blend(n: int, folder: Path) -> Path:
         f"data: {{blend: {folder}/blend.yaml, tokens_per_step: {1024 * n}, "
         "micro_batch_tokens: 1024}\n"
     )
-    return folder
 
 
 def open_sources(n: int, folder: Path) -> Work:
@@ -177,8 +173,7 @@ def tokenize(path: Path) -> None:
 
 
 def inspect(n: int, folder: Path) -> Work:
-    with IndexedDatasetBuilder(folder / "d", dtype=np.uint16) as builder:
-        builder.add_documents(np.zeros(2 * n, np.uint16), np.arange(0, 2 * n + 1, 2))
+    write_documents(folder / "d", np.full(n, 2), vocabulary=1000)
     return partial(run, "inspect", folder / "d")
 
 
@@ -205,6 +200,7 @@ ROWS = {
 
 
 def cpu_seconds() -> float:
+    """Return the CPU seconds of this process and of its ended children."""
     own, children = (
         resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     )
@@ -212,7 +208,7 @@ def cpu_seconds() -> float:
 
 
 def seconds_of(row: Row, units: int) -> float:
-    """Return the CPU seconds of the work: the smallest of three runs, of one above 2 seconds."""
+    """Return CPU seconds: the smallest of three runs, or of one or two that take 2 seconds."""
     with tempfile.TemporaryDirectory() as folder:
         work = row.prepare(units, Path(folder))
         found: list[float] = []
@@ -231,7 +227,7 @@ def measure(name: str) -> dict[str, Any]:
     sizes = [smallest, 10 * smallest, 100 * smallest]
     seconds = [seconds_of(row, units) for units in sizes]
     last = math.log10(seconds[2] / seconds[1])
-    n_log_n = math.log10(10 * math.log(sizes[2]) / math.log(max(sizes[1], 2)))
+    n_log_n = math.log10(10 * math.log(sizes[2]) / math.log(sizes[1]))
     found = {"work": name, "unit": row.unit, "smallest": smallest}
     found |= {
         f"seconds_x{size // smallest}": value for size, value in zip(sizes, seconds, strict=True)

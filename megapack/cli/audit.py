@@ -390,15 +390,14 @@ def sign_statement(run: RunDirectory, key: str, answers: dict[str, Any], *, toke
 
 def check_statement(run: RunDirectory, key: str) -> Iterator[Finding]:
     """Compare the signature with the key, then the SHA-256 of all files with the statement."""
-    InvalidSignature = require("cryptography.exceptions", f"--key {key}").InvalidSignature  # noqa: N806
-
+    exceptions = require("cryptography.exceptions", f"--key {key}")
     path, public = run.path / STATEMENT, _key(key, public=True)
     try:
         envelope = parse_json(path.read_bytes(), path, remedy=_RESTORE)
         payload = base64.b64decode(envelope["payload"], validate=True)
         signature = base64.b64decode(envelope["signatures"][0]["sig"], validate=True)
         public.verify(signature, _encoded(payload))
-    except InvalidSignature:
+    except exceptions.InvalidSignature:
         text = f"{path} was not signed with the key in {key}, or was changed"
         yield Finding("error", "signature", text)
         return

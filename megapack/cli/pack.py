@@ -305,6 +305,7 @@ def _describe_strategies() -> str:
 
 
 def run(args: argparse.Namespace) -> None:
+    _check_second_options(args)
     declared = _parameters_by_name()
     parameters = {name: value for name, value in vars(args).items() if name in declared}
     names = ("buckets", "second_capacity", "preset", "alignment", "fim_room", "match_repetition")
@@ -315,7 +316,6 @@ def run(args: argparse.Namespace) -> None:
         _pack_many(args, {"strategy": args.strategy, **options, **parameters})
         return
     prefix = _only_prefix(args)
-    _check_second_options(args)
     method = check_packing(args.strategy, parameters=parameters, groups=grouped, **options)
     output = args.output or f"{prefix}.samples"
     files = [prefix + suffix for suffix in SUFFIXES]
@@ -421,7 +421,6 @@ def _check_second_options(args: argparse.Namespace) -> None:
 
 
 def _pack_many(args: argparse.Namespace, options: Mapping[str, Any]) -> None:
-    _check_second_options(args)
     if args.documents is not None:
         raise ConfigError("--documents works with one dataset only; pack that dataset separately")
     if args.groups not in (None, "auto"):

@@ -145,7 +145,7 @@ class _Shard:
     index: SampleIndex
     lengths: NDArray[Any]  # tokens per document, 0 for those that were not packed
     groups: Ids | None  # of every document; None: packed without groups
-    group_file: str | None  # where they were read
+    group_file: str | None  # file that had them, or "auto"
     second: Ids | None  # second size of every document; None: packed without
 
     @classmethod
@@ -226,7 +226,7 @@ class ProxySamples:
 
     index: SourceIndex  # at the path of its file
     shards: tuple[SampleIndex, ...]
-    group_files: frozenset[str | None]  # where groups of its documents were read
+    group_files: frozenset[str]  # files that had groups of its documents, or "auto"
     num_documents: int
     num_tokens: int
     of_tokens: int  # tokens of all documents of the source
@@ -269,8 +269,8 @@ def shrink(
         prefix: the source's dataset; None: a shard manifest names the datasets.
         share: above 0, at most 1.
         output: files of the samples, OUTPUT.samples or OUTPUT.shards.json; ``save`` writes them.
-        groups: .npy files with groups of documents (``pack --groups``); a source that has groups
-            reads PREFIX.groups, or finds its file by the checksum.
+        groups: .npy files with groups of documents (``pack --groups``); a source with groups
+            finds its file by the checksum, else it reads PREFIX.groups ("auto").
 
     Raises ConfigError if the source cannot shrink, IndexMismatchError for another dataset.
     """
@@ -318,7 +318,7 @@ def shrink(
     return ProxySamples(
         index=index,
         shards=tuple(best),
-        group_files=frozenset(shard.group_file for shard in opened),
+        group_files=frozenset(shard.group_file for shard in opened if shard.group_file),
         num_documents=int(taken.sum()),
         num_tokens=int(lengths[taken].sum(dtype=np.int64)),
         of_tokens=order.num_tokens,

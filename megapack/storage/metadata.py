@@ -118,7 +118,7 @@ def read_meta(prefix: str | os.PathLike[str]) -> dict[str, Any] | None:
     path = meta_path(prefix)
     try:
         with open_regular(path) as file:
-            # The remedy lists the folder: not for every dataset of a folder of thousands.
+            # Only an error may list the folder, which can have thousands of datasets.
             content = parse_json(file.readall(), path, remedy=partial(meta_remedy, prefix))
     except FileNotFoundError:
         return None

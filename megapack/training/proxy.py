@@ -130,12 +130,13 @@ class Scaling:
 def scaling_of(
     config: PretrainConfig,
     stages: Sequence[Stage],
-    buckets: Iterable[int],
+    capacities: Iterable[int],
     share: Fraction,
     tokens_per_step: int | None,
-) -> Scaling:
-    """Return the scale of a proxy with ``tokens_per_step``; None: those of the run. Raises
-    ConfigError if a draw of a stage would not consist of whole samples of every bucket."""
+) -> tuple[Scaling, str]:
+    """Return the scale of a proxy with ``tokens_per_step`` (None: those of the run), and the advice
+    which tokens per step fit all ``capacities``. Raises ConfigError if tokens per step of a stage
+    would not be whole."""
     whole = config.data.tokens_per_step
     sizes = [
         size
@@ -144,18 +145,17 @@ def scaling_of(
         if (size := getattr(each, name))
     ]
     tokens = whole if tokens_per_step is None else tokens_per_step
-    # size * tokens / whole must be a multiple of every bucket (of a row, where rows are padded).
-    smallest = config.data.row_tokens or math.lcm(*buckets)
-    unit = math.lcm(*(smallest * whole // math.gcd(smallest * whole, size) for size in sizes))
-    if tokens != whole and tokens % unit:
+    # Every size, times tokens / whole, is to consist of whole samples (of whole rows if padded).
+    common = whole * (config.data.row_tokens or math.lcm(*capacities))
+    unit = math.lcm(*(common // math.gcd(common, size) for size in sizes))
+    advice = f"give a multiple of {unit}, as in {max(1, round(tokens / unit)) * unit}"
+    if tokens % (whole // math.gcd(*sizes)):
         given = ", ".join(map(str, sorted(set(sizes))))
         raise ConfigError(
-            f"--tokens-per-step is {tokens}: {given} tokens of steps or micro steps of the run, "
-            f"times {tokens}/{whole}, must be multiples of {smallest}, so that they consist of "
-            f"whole samples: give a multiple of {unit}, as in "
-            f"{max(1, round(tokens / unit)) * unit}"
+            f"--tokens-per-step is {tokens}, and steps or micro steps of the run have {given} "
+            f"tokens, which must scale to whole numbers: {advice}"
         )
-    return Scaling(share=share, per_step=Fraction(tokens, whole))
+    return Scaling(share=share, per_step=Fraction(tokens, whole)), advice
 
 
 # ---- The proxy -----------------------------------------------------------------------------------
@@ -238,9 +238,8 @@ def plan_proxy(
         prefix = data.prefix and place(data.prefix)
         blend = BlendConfig(sources=(Source(prefix=prefix, index=data.index),), fim=data.fim)
     indices = [_open(source) for source in blend.sources]
-    buckets = [capacity for index in indices for capacity in index.buckets]
-    scaling = scaling_of(config, blend.stages, buckets, share, tokens_per_step)
     run = _schedule(config, indices, blend)
+    scaling, advice = scaling_of(config, blend.stages, run.capacities, share, tokens_per_step)
     num_steps = config.num_steps or run.num_steps(config.num_epochs)
     ends = _ends(run.program, num_steps, scaling)
     stages = scaling.stages(blend)
@@ -250,7 +249,7 @@ def plan_proxy(
         shrink(index, source.prefix, float(share), folder / SAMPLES / _digest(index), **options)
         for source, index in zip(blend.sources, indices, strict=True)
     ]
-    used = frozenset[str | None]().union(*(image.group_files for image in samples))
+    used = {file for image in samples for file in image.group_files}
     for file in options.get("groups", ()):
         if file not in used:
             raise ConfigError(
@@ -274,8 +273,10 @@ def plan_proxy(
     try:
         proxy = _schedule(scaled, [image.index for image in samples], small)
     except ConfigError as error:
-        tokens = scaled.data.tokens_per_step
-        raise ConfigError(f"the proxy, with --tokens-per-step {tokens}: {error}") from error
+        if tokens_per_step is None:
+            raise
+        subject = f"the proxy, with --tokens-per-step {tokens_per_step}"
+        raise ConfigError(f"{subject}: {error}: {advice}") from error
     assert scaled.num_steps is not None
     check_epochs(proxy, scaled.num_steps)
     small_ends = [_near(proxy.program, scaling.step(end), scaled.num_steps) for end in ends]

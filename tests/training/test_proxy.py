@@ -276,7 +276,8 @@ def test_a_run_of_one_dataset_has_a_proxy(sources: Path, tmp_path: Path) -> None
         (["--scale", "1e-300"], "give --scale 1/128, the smallest that fits"),
         (["--seed", "-1", "--scale", "1/2"], "seed is -1"),
         (["--scale", "2"], "'2' is not a share above 0 and at most 1; write 0.02 or 1/50"),
-        (["--scale", "0.5", "--tokens-per-step", "300"], "a multiple of 256, as in 256"),
+        (["--scale", "0.5", "--tokens-per-step", "100"], "with --tokens-per-step 100: a draw of"),
+        (["--scale", "0.5", "--tokens-per-step", "300"], "give a multiple of 256, as in 256"),
         (["--scale", "1/2", "--group-file", "more.npy"], "--group-file more.npy has the groups of"),
         (["--scale", "1/2", "--set", "checkpoint.branch_from=x"], "leave it out (--set checkpoint"),
     ],
@@ -303,7 +304,7 @@ def test_tokens_of_all_stages_must_scale_to_whole_numbers(sources: Path, tmp_pat
     (tmp_path / "blend.yaml").write_text(yaml.safe_dump(tree))
     small = ("--scale", "1/2", "--tokens-per-step", 257)
     wrong = printed("proxy", run, tmp_path / "small", *small, status=2)
-    assert "512, 768" in wrong and "a multiple of 512, as in 512" in wrong
+    assert "512, 768 tokens" in wrong and "a multiple of 512, as in 512" in wrong
     assert "is a file" in printed("proxy", run, run, "--scale", "1/2", status=2)
 
 

@@ -60,12 +60,13 @@ bool in_ranges(std::int64_t c, Span<const std::int64_t> ranges) {
     return num_below % 2 == 1 || (num_below > 0 && *(above - 1) == c);
 }
 
-// Nonzero if one of eight bytes is 0xE0 or above: it starts a character of 3 or 4 bytes.
+// Returns a nonzero number if one of eight bytes is 0xE0 or above: it starts a character of 3 or 4
+// bytes.
 std::uint64_t long_leads(std::uint64_t word) {
     return word & (word << 1) & (word << 2) & kHighBits;
 }
 
-// The same for 32 bytes.
+// Returns the same for 32 bytes.
 std::uint64_t long_leads_of_32(const std::uint8_t* p) {
     return long_leads(load_8_bytes(p)) | long_leads(load_8_bytes(p + 8)) |
            long_leads(load_8_bytes(p + 16)) | long_leads(load_8_bytes(p + 24));
@@ -109,8 +110,9 @@ std::uint32_t largest(Span<const Id> ids) {
     return result;
 }
 
-// Adds the ids that `marks` marks to `out`. Marked ids, special tokens, are usually close together:
-// blocks without an id between the first and the last, nearly all, take no lookup and no branch.
+// Adds the marked ids to `out`. Marked ids are special tokens, whose ids are usually close
+// together. So most blocks have no id between the first and the last of them, and need no lookup
+// per id.
 template <typename Id>
 void append_marked(Span<const Id> ids, Span<const std::uint8_t> marks,
                    std::vector<std::int64_t>& out) {

@@ -43,6 +43,8 @@ from megapack.tokenization.tokenizers.probe import first_difference
 from megapack.tokenization.tokenizers.tokenizer import TokenizerFiles
 
 T = TypeVar("T")
+
+_NO_MARKS = np.zeros(0, np.uint8)
 Message = Mapping[str, Any]
 ChatLoss = Literal["content", "turn"]
 
@@ -72,7 +74,7 @@ class Frame(NamedTuple):
         offsets: NDArray[np.int64],
         *,
         bare: bool = False,
-        marks: NDArray[np.uint8] = np.zeros(0, np.uint8),  # noqa: B008
+        marks: NDArray[np.uint8] = _NO_MARKS,
     ) -> tuple[NDArray[Any], NDArray[np.int64], NDArray[np.int64]]:
         """Check ids, convert them to ``dtype`` and, unless ``bare``, add prefix and suffix. Return
         tokens, offsets, and those of ``ids`` with a nonzero byte in ``marks`` (vocab_size,). Raises
@@ -102,9 +104,9 @@ class TextCoder:
     verify_fraction: float = 0.0
 
     @functools.cached_property
-    def _is_control(self) -> NDArray[np.uint8]:
+    def _control_marks(self) -> NDArray[np.uint8]:
         marks = np.isin(np.arange(self.frame.vocab_size), list(self.controls))
-        return marks.astype(np.uint8) if marks.any() else np.zeros(0, np.uint8)
+        return marks.astype(np.uint8) if marks.any() else _NO_MARKS
 
     def code(self, block: TextBlock, faults: Faults) -> Coded:
         ids, offsets, failed = self._encode(block, faults)
@@ -121,7 +123,7 @@ class TextCoder:
             lengths = np.diff(offsets)
             ids, offsets = ids[np.repeat(usable, lengths)], offsets_of(lengths[usable])
             kept[kept] = usable
-        tokens, framed, controls = self.frame.put_around(ids, offsets, marks=self._is_control)
+        tokens, framed, controls = self.frame.put_around(ids, offsets, marks=self._control_marks)
         return Coded(tokens, framed, kept, values, collections.Counter(controls.tolist()))
 
     def _encode(
