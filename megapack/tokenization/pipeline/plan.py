@@ -7,7 +7,7 @@
 - differences: readable changes between two plans
 
     config = BuildConfig(inputs=("x.jsonl",), tokenizer="bytes", output_prefix="out")
-    plan = make_plan(config, find_inputs(config.inputs), note=print)
+    plan, encoder = make_plan(config, find_inputs(config.inputs), note=print)
     plan.dtype, plan.backend, plan.shard_bytes       # -> ("uint16", "bytes", 1048576)
     plan.digest                                      # -> directory <output_prefix>.build/<digest>/
 """
@@ -42,7 +42,7 @@ from megapack.tokenization.corpus.token_values import (
     first_value,
 )
 from megapack.tokenization.tokenizers.coding import ChatLoss, Frame
-from megapack.tokenization.tokenizers.encoders import BACKENDS
+from megapack.tokenization.tokenizers.encoders import BACKENDS, Encoder, Limits
 from megapack.tokenization.tokenizers.probe import choose_backend, require_runnable, sample_blocks
 from megapack.tokenization.tokenizers.tokenizer import (
     SpecialToken,
@@ -201,6 +201,25 @@ class BuildConfig:
             splits = [f"_{name}" for name, weight in chosen if weight > 0]
         ends = ("",) if self.group_key is None else ("", GROUPS)
         return {split + end: self.output_prefix + split + end for split in splits for end in ends}
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """Optional packages that this build may use and that take long to import."""
+        return ("gigatoken", "awkward") if self.backend in ("auto", "gigatoken") else ()
+
+    def indices(self, num_shards: int) -> range:
+        """Return the shards of this run."""
+        i, n = self.part or (0, 1)
+        return range(i, num_shards, n)
+
+    def processes(self, indices: Sequence[int]) -> int:
+        """Return the number of processes that build these shards."""
+        return min(self.workers, max(1, len(indices)))
+
+    def limits(self, indices: Sequence[int]) -> Limits:
+        """Return the limits of each process: with more workers than shards, it has several
+        threads."""
+        return Limits(self.workers // self.processes(indices), self.worker_memory)
 
     def command(self) -> str:
         """Return a command line that builds the same dataset."""
@@ -378,12 +397,16 @@ class Plan:
             )
 
 
-def make_plan(config: BuildConfig, inputs: list[InputFile], note: Callable[[str], None]) -> Plan:
-    """Decide everything that ``config`` leaves open; ``note`` is called with a sentence for every
-    decision that a user may not expect. Raises ConfigError for an unknown tokenizer, special token
-    or backend, DataError if an input is damaged, and MegapackError if a package is missing."""
+def make_plan(
+    config: BuildConfig, inputs: list[InputFile], note: Callable[[str], None]
+) -> tuple[Plan, Encoder | None]:
+    """Decide everything that ``config`` leaves open. Return the plan, and the encoder of its
+    backend if it was loaded: the first shard can use it. ``note`` is called with a sentence for
+    every decision that a user may not expect. Raises ConfigError for an unknown tokenizer, special
+    token or backend, DataError if an input is damaged, and MegapackError if a package is missing.
+    """
     tokenizer = TokenizerFiles.open(config.tokenizer)
-    require_runnable(tokenizer)
+    require_runnable(tokenizer, config.packages)
     as_text = config.special_tokens == "text"
     tokenizer = dataclasses.replace(tokenizer, special_as_text=as_text)
     if tokenizer.switched_off:
@@ -424,13 +447,14 @@ def make_plan(config: BuildConfig, inputs: list[InputFile], note: Callable[[str]
     backend = config.backend
     if backend == "auto" and (read.value_keys or chat_format == "template"):
         backend = BACKENDS[tokenizer.kind][0]  # gigatoken cannot report the characters of a token
-    backend = choose_backend(tokenizer, backend, shards, read, note)
+    limits = config.limits(config.indices(len(shards)))
+    backend, encoder = choose_backend(tokenizer, backend, shards, read, note, limits=limits)
     columns = _column_specs(config, read, shards, note)
     dtype = config.dtype
     if dtype == "auto":
         dtype = "uint16" if tokenizer.vocab_size < _UINT16_VOCABULARY else "int32"
     usual: ChatLoss = "turn" if config.chat_format == "headers" else "content"
-    return Plan(
+    plan = Plan(
         config=config,
         inputs=tuple(inputs),
         read=read,
@@ -446,6 +470,7 @@ def make_plan(config: BuildConfig, inputs: list[InputFile], note: Callable[[str]
         shards=tuple(shards),
         columns=columns,
     )
+    return plan, encoder
 
 
 def _note_framing(

@@ -41,7 +41,7 @@ from megapack.tokenization.pipeline.workspace import (
     shard_prefix,
 )
 from megapack.tokenization.tokenizers.coding import Coder
-from megapack.tokenization.tokenizers.encoders import Limits
+from megapack.tokenization.tokenizers.encoders import Encoder
 
 
 class Progress(Protocol):
@@ -95,12 +95,12 @@ class Preview:
 
 def preview(config: BuildConfig, progress: Progress) -> Preview:
     """Plan a build, look at its files, and write nothing. Raises like ``build``."""
-    plan = make_plan(config, _inputs(config, progress), progress.note)
+    plan, encoder = make_plan(config, _inputs(config, progress), progress.note)
     workspace = Workspace(plan)
     return Preview(
         plan=plan,
         prefixes=config.outputs,
-        estimate=_estimate(plan, open_coder(plan), progress.note),
+        estimate=_estimate(plan, open_coder(plan, encoder=encoder), progress.note),
         finished=workspace.finished() is not None,
         num_missing=len(workspace.missing()),
         other_plans=workspace.other_plans(),
@@ -134,9 +134,8 @@ def _build(config: BuildConfig, progress: Progress, *, command: str) -> BuildRes
     inputs = _inputs(config, progress)
     several = sum(file.size for file in inputs) > (config.shard_bytes or MIN_SHARD_BYTES)
     if config.workers > 1 and config.executor == "local" and several:
-        packages = ["gigatoken", "awkward"] if config.backend in ("auto", "gigatoken") else []
-        prepare_processes([ShardWorker.__module__, *packages])
-    plan = make_plan(config, inputs, progress.note)
+        prepare_processes([ShardWorker.__module__, *config.packages])
+    plan, encoder = make_plan(config, inputs, progress.note)
     workspace = Workspace(plan)
     workspace.root.parent.mkdir(parents=True, exist_ok=True)
     result = functools.partial(BuildResult, plan=plan, prefixes=config.outputs)
@@ -149,7 +148,7 @@ def _build(config: BuildConfig, progress: Progress, *, command: str) -> BuildRes
         if totals is not None:
             return result(totals=totals, state="complete")
         try:
-            records = _build_shards(plan, workspace, progress)
+            records = _build_shards(plan, encoder, workspace, progress)
             totals = Totals.of_records(records)
             if config.part is not None:
                 return result(totals=totals, state="part", records=records)
@@ -174,10 +173,11 @@ def _inputs(config: BuildConfig, progress: Progress) -> list[InputFile]:
     )
 
 
-def _build_shards(plan: Plan, workspace: Workspace, progress: Progress) -> list[ShardRecord]:
+def _build_shards(
+    plan: Plan, encoder: Encoder | None, workspace: Workspace, progress: Progress
+) -> list[ShardRecord]:
     config = plan.config
-    i, n = config.part or (0, 1)
-    indices = range(i, len(plan.shards), n)
+    indices = config.indices(len(plan.shards))
     missing = [index for index in workspace.missing() if index in indices]
     if config.finish and missing:
         raise MegapackError(
@@ -185,13 +185,12 @@ def _build_shards(plan: Plan, workspace: Workspace, progress: Progress) -> list[
             f"{len(missing)} of {len(plan.shards)} are missing. Run the missing parts (with the "
             "same options and inputs), or leave out --finish to build them here"
         )
-    num_processes = min(config.workers, max(1, len(indices)))
     worker = ShardWorker(
         plan=plan,
         directory=workspace.directory,
-        # More workers than shards: several threads per shard.
-        limits=Limits(config.workers // num_processes, config.worker_memory),
+        limits=config.limits(indices),
         finish_only=config.finish,
+        encoder=encoder,
     )
     disk_bytes = 0
     if missing:
@@ -201,14 +200,14 @@ def _build_shards(plan: Plan, workspace: Workspace, progress: Progress) -> list[
         to_join = total_disk_bytes if config.part is None else 0
         check_space(workspace.root.parent, disk_bytes, to_join=to_join, note=progress.note)
     progress.start(plan.num_bytes(indices), len(indices), disk_bytes)
-    if config.executor == "ray" or num_processes > 1:
-        worker = dataclasses.replace(worker)  # each process loads the tokenizer itself
+    if config.executor == "ray" or config.processes(indices) > 1:
+        worker = dataclasses.replace(worker, encoder=None)  # each process loads the tokenizer
     return run_shards(
         worker,
         indices,
         progress.advance,
         executor=config.executor,
-        num_processes=num_processes,
+        num_processes=config.processes(indices),
         ray_address=config.ray_address,
         remedy="fewer --workers or smaller --block-bytes",
     )

@@ -34,7 +34,7 @@ from megapack.tokenization.pipeline.workspace import (
     write_record,
 )
 from megapack.tokenization.tokenizers.coding import ChatCoder, Coded, Coder, HeaderChats, TextCoder
-from megapack.tokenization.tokenizers.encoders import Limits, open_encoder, open_reference
+from megapack.tokenization.tokenizers.encoders import Encoder, Limits, open_encoder, open_reference
 
 T = TypeVar("T")
 
@@ -59,15 +59,21 @@ def prefetch(items: Generator[T, None, None], *, depth: int = 2) -> Generator[T,
             items.close()
 
 
-def open_coder(plan: Plan, limits: Limits = Limits()) -> Coder:  # noqa: B008
-    """Load the tokenizer of a plan; return a function that turns documents into tokens. Raises
-    ConfigError if backend or chat format do not fit, and MegapackError if a package is missing."""
+def open_coder(
+    plan: Plan,
+    limits: Limits = Limits(),  # noqa: B008
+    encoder: Encoder | None = None,
+) -> Coder:
+    """Load the tokenizer of a plan, unless ``encoder`` is given; return a function that turns
+    documents into tokens. Raises ConfigError if backend or chat format do not fit, and
+    MegapackError if a package is missing."""
     config, files = plan.config, plan.tokenizer
     if plan.chat_format == "template":
         template_chats = chat_templates().TemplateChats
         chats = template_chats(files, plan.chat_loss, config.template_variables)
         return ChatCoder(chats.render_all, chats.code, plan.frame).code
-    encoder = open_encoder(files, plan.backend, limits)
+    if encoder is None:
+        encoder = open_encoder(files, plan.backend, limits)
     if plan.chat_loss is not None:
         headers = HeaderChats(encoder, plan.chat_loss, files)
         return ChatCoder(iter, headers.code, plan.frame).code
@@ -91,6 +97,8 @@ class ShardWorker:
     directory: Path  # of the shards
     limits: Limits  # of the tokenizer
     finish_only: bool  # raise for a shard that is not finished
+    # As returned by ``make_plan``, in the same process; None: load the plan's tokenizer.
+    encoder: Encoder | None = None
 
     @property
     def threads(self) -> int:
@@ -99,8 +107,9 @@ class ShardWorker:
     @functools.cached_property
     def coder(self) -> Coder:
         """Tokenizer, loaded after ``Plan.check_machine``, which may raise ConfigError."""
-        self.plan.check_machine()
-        return open_coder(self.plan, self.limits)
+        if self.encoder is None:
+            self.plan.check_machine()
+        return open_coder(self.plan, self.limits, self.encoder)
 
     def build(self, index: int, report: Report) -> ShardRecord:
         """Build a shard of the plan, unless it is finished already; return its record. ``report``

@@ -330,12 +330,12 @@ class GuardedEncoder(Encoder):
         self._fast = open_encoder(files, "gigatoken", self._limits)
 
     @functools.cached_property
-    def _reference(self) -> Encoder:
+    def reference(self) -> Encoder:
         """Reference encoder, loaded on first use: most corpora have no document that needs it."""
         return open_reference(self._files, self._limits)
 
     def _decode(self, ids: list[int]) -> str:
-        return self._reference.decode(ids)
+        return self.reference.decode(ids)
 
     def encode(self, block: TextBlock) -> Encoded:
         guarded = documents_with(block, self._contents)
@@ -347,7 +347,7 @@ class GuardedEncoder(Encoder):
         return _woven(
             guarded,
             self._fast.encode(block.select(~guarded)),
-            self._reference.encode(block.select(guarded)),
+            self.reference.encode(block.select(guarded)),
         )
 
 

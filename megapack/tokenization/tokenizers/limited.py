@@ -40,13 +40,15 @@ def run_limited(
     seconds: float,
     num_bytes: int,
     batch: int = 64,
+    meanwhile: Callable[[], object] = lambda: None,
 ) -> Iterator[T]:
     """Yield ``function`` of every argument, computed in a child process until the iterator closes.
 
     ``seconds`` limits the CPU time per argument (``renew_time_limit`` restarts it), ``num_bytes``
     the child's memory in addition to what this process has mapped. ``batch`` is the number of
-    results per message: a message costs as much as several short conversations. Raises LimitError
-    if the child exceeded a limit or died at the next argument, and the exceptions of ``function``.
+    results per message: a message costs as much as several short conversations. ``meanwhile`` is
+    called in this process while the child works on the first argument. Raises LimitError if the
+    child exceeded a limit or died at the next argument, and the exceptions of ``function``.
     """
     reader, writer = multiprocessing.Pipe(duplex=False)
     with warnings.catch_warnings():
@@ -64,6 +66,7 @@ def run_limited(
     status, num_done = None, 0
     error: BaseException | None = None
     try:
+        meanwhile()
         while error is None:
             try:
                 results, error = reader.recv()

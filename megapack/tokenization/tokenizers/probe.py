@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import importlib
 import os
 from collections.abc import Callable, Sequence
 
@@ -22,6 +24,7 @@ from megapack.tokenization.tokenizers.encoders import (
     BACKENDS,
     Encoder,
     GuardedEncoder,
+    Limits,
     open_reference,
     require_backend,
 )
@@ -38,8 +41,12 @@ def choose_backend(
     shards: Sequence[Shard],
     read: ReadOptions,
     note: Callable[[str], None],
-) -> str:
-    """Return the backend to use. ``auto``: gigatoken if it is installed and gives equal ids.
+    *,
+    limits: Limits = Limits(),  # noqa: B008
+) -> tuple[str, Encoder | None]:
+    """Return the backend to use, and its encoder if it was loaded with ``limits``.
+
+    ``auto`` is gigatoken if it is installed and gives equal ids.
 
     gigatoken and the reference are compared on ``hard_texts`` and on half a megabyte of this
     corpus. Documents on which gigatoken is known to differ always go to the reference
@@ -48,19 +55,19 @@ def choose_backend(
     """
     if backend != "auto":
         require_backend(files, backend)
-        return backend
+        return backend, None
     reference, *others = BACKENDS[files.kind]
     if "gigatoken" not in others:
-        return reference
+        return reference, None
     try:
-        guarded = GuardedEncoder(files)
+        guarded = GuardedEncoder(files, limits)
     except ConfigError as error:
         note(f"{error}; {reference} is used instead")
-        return reference
+        return reference, None
     except MegapackError as error:
         note(f"{reference} is used; gigatoken would be many times faster ({error})")
-        return reference
-    expected = open_reference(files)
+        return reference, None
+    expected = guarded.reference
     for block in (TextBlock.of_texts(hard_texts(files)), *sample_blocks(shards, read)):
         try:
             difference = first_difference(block, expected, guarded)
@@ -70,8 +77,8 @@ def choose_backend(
             difference = first_line(error)
         if difference is not None:
             note(f"gigatoken differs from {reference}, which is used instead: {difference}")
-            return reference
-    return guarded.backend
+            return reference, expected
+    return guarded.backend, guarded
 
 
 # ---- Trial of a tokenizer in a child process ----------------------------------------------------
@@ -81,15 +88,22 @@ _TRIAL_SECONDS = 20  # CPU time
 _TRIAL_BYTES = 8 << 30
 
 
-def require_runnable(files: TokenizerFiles) -> None:
+def require_runnable(files: TokenizerFiles, modules: Sequence[str] = ()) -> None:
     """Load a tokenizer and encode some texts in a child process with limits. Raises FormatError if
     the library refuses the files, or the child was killed or exceeded a limit, and MegapackError if
-    a package is missing."""
+    a package is missing. This process imports ``modules``, if they
+    are installed, while the child works: the backends need them next."""
     if files.kind == "bytes":
         return
     require("sentencepiece" if files.kind == "sentencepiece" else "tokenizers", files.name)
     try:
-        (problem,) = run_limited(_trial, [files], seconds=_TRIAL_SECONDS, num_bytes=_TRIAL_BYTES)
+        (problem,) = run_limited(
+            _trial,
+            [files],
+            seconds=_TRIAL_SECONDS,
+            num_bytes=_TRIAL_BYTES,
+            meanwhile=functools.partial(_import_all, modules),
+        )
     except LimitError as error:
         problem = str(error)
     if problem is not None:
@@ -97,6 +111,12 @@ def require_runnable(files: TokenizerFiles) -> None:
             f"tokenizer {files.name} cannot be used: {problem}. Fetch its files again, or choose "
             "another tokenizer"
         )
+
+
+def _import_all(modules: Sequence[str]) -> None:
+    for module in modules:
+        with contextlib.suppress(Exception):  # reported by ``choose_backend``
+            importlib.import_module(module)
 
 
 def _trial(files: TokenizerFiles) -> str | None:

@@ -47,7 +47,7 @@ _GIVEN = frozenset({"messages", _TOOLS, _CLOCK, "add_generation_prompt"}) | {
     f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 }
 
-_LIMITS = {"seconds": 10, "num_bytes": 2 << 30}  # per rendering
+_LIMITS: dict[str, Any] = {"seconds": 10, "num_bytes": 2 << 30}  # per rendering
 
 
 class TemplateChats:

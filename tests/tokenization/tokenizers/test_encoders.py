@@ -105,7 +105,7 @@ def test_auto_chooses_gigatoken(
     notes: list[str] = []
     for path, library in ((bpe_json, "tokenizers"), (sp_model, "sentencepiece")):
         files, expected = TokenizerFiles.open(str(path)), f"gigatoken+{library}"
-        assert choose_backend(files, "auto", shards, ReadOptions(), notes.append) == expected
+        assert choose_backend(files, "auto", shards, ReadOptions(), notes.append)[0] == expected
         assert open_encoder(files, expected).backend == expected
     assert notes == []
 
@@ -123,7 +123,7 @@ def test_auto_falls_back(tmp_path: Path, bpe_json: Path, monkeypatch: pytest.Mon
     notes: list[str] = []
     files = TokenizerFiles.open(str(bpe_json))
     shards = plan_shards(find_inputs([str(text)]), shard_bytes=1000, json_key="text")
-    assert choose_backend(files, "auto", shards, ReadOptions(), notes.append) == "tokenizers"
+    assert choose_backend(files, "auto", shards, ReadOptions(), notes.append)[0] == "tokenizers"
     [note] = notes
     assert note.startswith("gigatoken differs from tokenizers, which is used instead: ")
 
@@ -137,7 +137,7 @@ def test_auto_falls_back_if_gigatoken_cannot_run(tmp_path: Path, bpe_json: Path)
     tokenizer.save(str(path))
     files = TokenizerFiles.open(str(path))
     notes: list[str] = []
-    assert choose_backend(files, "auto", [], ReadOptions(), notes.append) == "tokenizers"
+    assert choose_backend(files, "auto", [], ReadOptions(), notes.append)[0] == "tokenizers"
     assert "gigatoken is not verified for" in notes[0]
     with pytest.raises(ConfigError, match="gigatoken cannot run"):
         open_encoder(files, "gigatoken")
@@ -167,7 +167,7 @@ def test_wrong_or_missing_backend_is_refused(
     with pytest.raises(MegapackError, match=r"pip install gigatoken"):
         open_encoder(files, "gigatoken")
     notes: list[str] = []
-    assert choose_backend(files, "auto", [], ReadOptions(), notes.append) == "sentencepiece"
+    assert choose_backend(files, "auto", [], ReadOptions(), notes.append)[0] == "sentencepiece"
     assert "many times faster" in notes[0]
 
 
