@@ -154,10 +154,14 @@ def _text_block(texts: dict[str, bytes]) -> TextBlock:
 def _read_text(file: InputFile, options: ReadOptions, faults: Faults) -> bytes | None:
     parts: list[bytes] = []
     size = 0
+    # A read of more bytes than a small file has costs more than the file.
+    num_bytes = options.block_bytes if file.compression else min(options.block_bytes, file.size + 1)
     with open_stream(file) as stream:
-        while size <= options.max_document_bytes and (part := stream.read(options.block_bytes)):
+        while size <= options.max_document_bytes and (part := stream.read(num_bytes)):
             parts.append(part)
             size += len(part)
+            if not file.compression and len(part) < num_bytes:
+                break
     place = Place(file.path, "file")
     if size > options.max_document_bytes:
         limit = f"a file of more than {options.max_document_bytes:,} bytes"

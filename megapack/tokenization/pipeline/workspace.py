@@ -320,8 +320,10 @@ class Workspace:
             with ThreadPoolExecutor(workers) as threads:
                 digests = threads.map(lambda part: [*map(input_digest, part)], parts)
                 content["input_digests"] = [digest for part in digests for digest in part]
+        # A line per key: Python's C encoder does not indent, and millions of inputs need it.
+        lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in content.items()]
         with atomic_write(path, "w") as file:
-            json.dump(content, file, indent=1)
+            file.write("{\n" + ",\n".join(lines) + "\n}")
 
 
 def _read(path: Path) -> dict[str, Any] | None:
