@@ -2,6 +2,7 @@
 
 - ``checked_call``: decorator of a function or class. A wrong name or type is an ArgumentError.
 - ``nearest``: "; did you mean 'x'?", for every error about an unknown name.
+- ``explained``: text of an error, with a similar name if a file is missing.
 - ``without_none``: arguments that are not None.
 
     @checked_call
@@ -22,9 +23,11 @@ import difflib
 import functools
 import inspect
 import os
+import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin
 
 from megapack.errors import ArgumentError
@@ -33,11 +36,44 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def nearest(name: str, known: Iterable[str], formerly: Mapping[str, str] | None = None) -> str:
-    """Return ``"; did you mean 'x'?"`` for a similar known name, or an empty string. ``formerly``
-    maps old names to known ones."""
+    """Return ``"; did you mean 'x'?"`` for a similar known name, or an empty string.
+
+    Case, ``-`` and ``_`` do not count. The only name that begins with ``name``, or whose initials
+    it consists of, comes before similar ones. ``formerly`` maps old names to known ones.
+    """
     names = {**{one: one for one in known}, **(formerly or {})}
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    return f"; did you mean {names[close[0]]!r}?" if close else ""
+    plain, written = {_plain(one): names[one] for one in names}, _plain(name)
+    begins = {plain[one] for one in plain if one.startswith(written)}
+    initials = {one for text, one in names.items() if _initials(text) == written}
+    if written in plain:
+        intended = {plain[written]}
+    elif len(written) > 2 and len(begins) == 1:  # two letters begin, or abbreviate, too many names
+        intended = begins
+    elif len(written) > 2 and len(initials) == 1:
+        intended = initials
+    else:
+        close = difflib.get_close_matches(written, plain, n=1, cutoff=0.6)
+        intended = {plain[one] for one in close}
+    return "".join(f"; did you mean {one!r}?" for one in intended)
+
+
+def explained(error: Exception) -> str:
+    """Return the text of an error; for a missing file, with a similar name in its folder."""
+    if not isinstance(error, FileNotFoundError) or error.filename is None:
+        return str(error)
+    path, near = Path(error.filename), list[Path]()
+    with contextlib.suppress(OSError):
+        near = [p for p in path.parent.iterdir() if p.suffix == path.suffix]
+    hint = nearest(path.name, (), {each.name: str(each) for each in near})
+    return f"{error.strerror}: {error.filename}{hint}"
+
+
+def _plain(name: str) -> str:
+    return re.sub("[-_]", "", name.lower())
+
+
+def _initials(name: str) -> str:
+    return "".join(word[:1] for word in re.split("[-_]", name.lower()))
 
 
 def without_none(arguments: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
@@ -50,13 +86,13 @@ def checked_call(function: F, instead: Mapping[str, str] | None = None) -> F:
 
     Scalars, literals and classes are checked. A sequence, mapping or array is only checked not to
     be a scalar. numpy's numbers count as numbers; booleans do not. ``instead``: arguments that
-    users of similar functions try, and what to do instead.
+    users of similar functions try, or give a value of another type, and what to do instead.
 
     Raises ArgumentError, which is a ConfigError, a ValueError and a TypeError.
     """
     if isinstance(function, type):
         cls: Any = function
-        cls.__init__ = checked_call(vars(cls)["__init__"])
+        cls.__init__ = checked_call(vars(cls)["__init__"], instead)
         return function
     subject = function.__qualname__.removesuffix(".__init__")
 
@@ -90,6 +126,7 @@ def checked_call(function: F, instead: Mapping[str, str] | None = None) -> F:
                 if isinstance(value, str):
                     limit += nearest(value, choices) if choices else ""
                     limit += _as_list(hints[name], value) if not choices else ""
+                limit += f"; {instead[name]}" if instead and name in instead else ""
                 raise ArgumentError(f"{subject}: {name} is {value!r:.200}; it must be {limit}")
         if len(accepted) < _MOST_KINDS:
             accepted.add(kinds)

@@ -98,6 +98,9 @@ def from_dict(cls: type[T], tree: Any, *, where: str = "configuration") -> T:
     if not isinstance(tree, Mapping):
         raise ConfigError(f"{where} is {tree!r:.200}; it must be a mapping of keys")
     hints, required, formerly = _keys(cls)  # type: ignore[arg-type]
+    if unknown := [key for key in tree if key not in hints]:
+        nested = _keys_of_sections(cls)
+        formerly = {key: nested[key] for key in unknown if key in nested} | formerly
     check_known(where, "key", tree, hints, formerly)
     values = {key: _convert(hints[key], tree[key], f"{where}: {key}") for key in tree}
     for name in required:
@@ -119,6 +122,17 @@ def _keys(cls: type[Any]) -> tuple[dict[str, Any], list[str], dict[str, str]]:
     required = [f.name for f in fields if f.default is missing and f.default_factory is missing]
     formerly = {f.metadata["formerly"]: f.name for f in fields if "formerly" in f.metadata}
     return {f.name: all_hints[f.name] for f in fields}, required, formerly
+
+
+def _keys_of_sections(cls: type[Any]) -> dict[str, str]:
+    """Return key -> section.key, for keys that exactly one section of ``cls`` has."""
+    paths: dict[str, list[str]] = {}
+    for section, hint in _keys(cls)[0].items():  # type: ignore[arg-type]
+        kinds: list[Any] = [hint, *get_args(hint)]
+        for kind in filter(dataclasses.is_dataclass, kinds):
+            for key in _keys(kind)[0]:  # type: ignore[arg-type]
+                paths.setdefault(key, []).append(f"{section}.{key}")
+    return {key: each[0] for key, each in paths.items() if len(each) == 1}
 
 
 def to_dict(config: Any) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from megapack import (
 )
 from megapack.calls import checked_call, nearest, without_none
 from megapack.data import ScheduleConfig, build_loader
-from megapack.errors import ArgumentError, ConfigError
+from megapack.errors import ArgumentError, ConfigError, DataError
 from megapack.packing.strategies import PARAMETERS, STRATEGIES
 from megapack.planning import plan_step, plan_trees
 
@@ -161,6 +161,52 @@ def test_text_is_no_token_ids(tokens: Any, tmp_path: Path) -> None:
 def test_names_that_are_not_alike_are_not_suggested() -> None:
     assert nearest("num_workers", ["num_steps"]) == ""
     assert nearest("num_step", ["num_steps"]) == "; did you mean 'num_steps'?"
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "intended"),
+    [
+        ("H100", ["v100", "h100", "h100-nvl"], "h100"),
+        ("bestfit", STRATEGIES, "best_fit_decreasing"),
+        ("bfd", STRATEGIES, "best_fit_decreasing"),
+        ("Bucket-LLM", STRATEGIES, "bucket_llm"),
+        ("rtx4090", ["rtx-3090", "rtx-4090"], "rtx-4090"),
+    ],
+)
+def test_case_hyphens_and_abbreviations_do_not_count(
+    name: str, known: Sequence[str], intended: str
+) -> None:
+    assert nearest(name, known) == f"; did you mean {intended!r}?"
+
+
+def test_two_letters_abbreviate_nothing() -> None:
+    assert nearest("lr", ["learning_rate", "lr_decay"]) == ""
+
+
+def test_names_of_other_programs_get_ours(tmp_path: Path) -> None:
+    index = pack([5, 6], buckets=8)
+    with IndexedDatasetBuilder(tmp_path / "docs") as builder:
+        for length in (5, 6):
+            builder.add_document(range(length))
+    dataset = PackedDataset(tmp_path / "docs", index)
+    calls: list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any], str]] = [
+        (pack, ([5],), {"max_length": 8}, r"'max_length'; .* as in buckets=\["),
+        (pack, ("docs",), {"buckets": 8}, r"give IndexedDataset\('docs'\)\.document_lengths"),
+        (Schedule, (index, 16), {}, "config is 16; .*as in tokens_per_step="),
+        (Schedule, (index,), {"batch_size": 16}, "'batch_size'; .*tokens_per_step"),
+        (build_loader, (dataset, index), {"rank": 0}, "'rank'; did you mean 'data_parallel_rank'"),
+        (build_loader, (dataset, index), {"batch_size": 4}, "'batch_size'; .*micro_batch_tokens"),
+        (
+            PackedDataset,
+            (tmp_path / "docs", None),
+            {},
+            "index is None; give the name of a .samples",
+        ),
+        (PackedDataset, (tmp_path / "docs", [5]), {}, "index is 5; give the name of a .samples"),
+    ]
+    for function, args, kwargs, message in calls:
+        with pytest.raises((ConfigError, DataError), match=message):
+            function(*args, **kwargs)
 
 
 def test_too_many_positional_arguments() -> None:

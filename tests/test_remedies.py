@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import itertools
 import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from programs import PYTHON, ended
 
 from megapack import (
     BucketBatchSampler,
+    IndexedDataset,
     IndexedDatasetBuilder,
     PackedDataset,
     SampleIndex,
@@ -29,7 +31,7 @@ from megapack import (
 )
 from megapack.data import ScheduleConfig
 from megapack.data.run import DataConfig
-from megapack.errors import ArgumentError, ConfigError
+from megapack.errors import ArgumentError, ConfigError, IndexMismatchError
 from megapack.packing import STRATEGIES, find_strategy
 from megapack.training.command import read_config
 from megapack.training.engine.inputs import Inputs
@@ -375,6 +377,70 @@ def test_a_missing_file_next_to_a_similar_one(tmp_path: Path) -> None:
     assert "mean" not in printed("inspect", tmp_path / "no" / "folder", status=1)
     missing = build("verify", tmp_path / "nowhere.samples").stdout
     assert "nowhere.samples: MISSING" in missing and "check the path" in missing
+
+
+def test_a_text_that_is_not_tokenized_yet(tmp_path: Path) -> None:
+    text = tmp_path / "text.jsonl"
+    text.write_text('{"text": "a few words"}\n' * 50)
+    error = printed("pack", text, "--buckets", "512", status=1)
+    command = re.search(r"`megapack-build (tokenize --input \S+) \.\.\.`", error)
+    assert command is not None, error
+    prefix = tmp_path / "text"
+    printed(*command[1].split(), "--tokenizer", "bytes", "--output-prefix", prefix)
+    printed("pack", prefix, "--buckets", "512")
+
+
+def test_the_only_key_with_text_is_named(tmp_path: Path) -> None:
+    text = tmp_path / "text.jsonl"
+    text.write_text('{"id": 5, "content": "a few words"}\n' * 50)
+    words = ("tokenize", "--input", text, "--tokenizer", "bytes", "--output-prefix", tmp_path / "x")
+    option = re.search(r"give (--json-key \S+?)\)", printed(*words, status=1))
+    assert option is not None
+    printed(*words, *option[1].split())
+
+
+def test_an_index_of_another_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_text()
+    pack([300, 500], buckets=[512]).save(
+        "text.samples", source=IndexedDataset("text"), overwrite=True
+    )
+    with IndexedDatasetBuilder("code") as builder:
+        builder.add_document(range(9))
+    with pytest.raises(IndexMismatchError) as error:
+        PackedDataset("code", "text.samples")
+    name = re.search("give the dataset (.*), or pack code again", str(error.value))
+    assert name is not None, error
+    PackedDataset(name[1], "text.samples")
+
+
+def test_a_damaged_dataset_is_repaired_by_the_command_that_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_text()
+    Path("a text.bin").write_bytes(Path("text.bin").read_bytes()[:-100])
+    Path("a text.idx").write_bytes(Path("text.idx").read_bytes())
+    command = re.search("-> `megapack-build (.*)`", build("verify", "a text").stdout)
+    assert command is not None
+    printed(*shlex.split(command[1]))
+    assert "a text: sound" in printed("verify", "a text")
+
+
+def test_most_documents_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_text()
+    note = build("pack", "text", "--buckets", "16", "--output", "short.samples").stderr
+    command = re.search("megapack-build (compare .*)", note)
+    assert command is not None and "100.00 % of the documents are longer" in note
+    assert "recommended" in printed(*command[1].split())
+    assert "longer" not in build("pack", "text", "--buckets", "512", "--overwrite").stderr
+
+
+def test_devices_are_named_in_either_case() -> None:
+    words = ("compare", "--lengths", "no.npy", "--gpu")
+    for name in ("H100", "rtx-4090", "MI300X"):
+        assert "no.npy" in printed(*words, name, status=1)
 
 
 def test_names_of_strategies_and_orders() -> None:

@@ -11,7 +11,6 @@ Results go to stdout, progress and notes to stderr. Exit status:
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import io
 import os
@@ -20,10 +19,9 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TextIO
 
-from megapack.calls import nearest
+from megapack.calls import explained, nearest
 from megapack.command_line import Parser, add_program_options
 from megapack.errors import MegapackError, check_name, exit_code, printable_output, redacted
 
@@ -137,7 +135,7 @@ def _run(name: str, arguments: list[str]) -> int:
             raise
         if debug:
             print(redacted(traceback.format_exc()), end="", file=sys.stderr)
-        print(f"megapack-build {name}: error: {redacted(_message(error))}", file=sys.stderr)
+        print(f"megapack-build {name}: error: {redacted(explained(error))}", file=sys.stderr)
         return exit_code(error)
     except ModuleNotFoundError as error:  # on a machine without it
         if debug or error.name is None or error.name.startswith("megapack"):
@@ -145,17 +143,6 @@ def _run(name: str, arguments: list[str]) -> int:
         remedy = f"it needs the package {error.name} ({error}): pip install {error.name}"
         print(f"megapack-build {name}: error: {remedy}", file=sys.stderr)
         return 1
-
-
-def _message(error: Exception) -> str:
-    """Return the text of an error; for a missing file, with a similar name in its folder."""
-    if not isinstance(error, FileNotFoundError) or not isinstance(error.filename, str):
-        return str(error)
-    path, near = Path(error.filename), list[Path]()
-    with contextlib.suppress(OSError):
-        near = [p for p in path.parent.iterdir() if p.suffix == path.suffix]
-    hint = nearest(path.name, (), {each.name: str(each) for each in near})
-    return f"{error.strerror}: {error.filename}{hint}"
 
 
 def _reader_left(stream: TextIO) -> bool:

@@ -31,6 +31,7 @@ examples:
 from __future__ import annotations
 
 import argparse
+import shlex
 import textwrap
 from collections.abc import Mapping
 from functools import partial
@@ -334,9 +335,8 @@ def run(args: argparse.Namespace) -> None:
         "chosen": None if chosen is None else array_checksum(chosen),
         "tokens": tokens_checksum(tokens),
     }
-    group_ids = None
-    if args.groups is not None:
-        group_ids = read_groups(args.groups, prefix, documents.num_documents)
+    group_ids = args.groups and read_groups(args.groups, prefix, documents.num_documents)
+    if group_ids is not None:
         identity["groups"] = groups_checksum(group_ids)
     second = None if args.second is None else read_second(args.second, prefix)
     if second is not None:
@@ -383,6 +383,21 @@ def run(args: argparse.Namespace) -> None:
         )
 
     print_result(args, metrics, show)
+    _note_many_cut(metrics["truncation_floor"], int(index.bucket_capacity[-1]), prefix)
+
+
+def _note_many_cut(longer: float, largest: int, prefix: str) -> None:
+    """Print a note if so many documents are longer than the largest bucket that it may be a
+    mistake."""
+    if longer > _MANY_CUT:
+        note(
+            f"{percent(longer)} of the documents are longer than the largest bucket, "
+            f"{count(largest)} tokens, and are cut; to see what larger buckets would save: "
+            f"megapack-build compare {shlex.quote(prefix)} --buckets {largest},{4 * largest}"
+        )
+
+
+_MANY_CUT = 0.5  # of the documents
 
 
 def _only_prefix(args: argparse.Namespace) -> str:

@@ -76,7 +76,7 @@ def _repair(prefix: str, args: argparse.Namespace) -> dict[str, Any]:
     if remaining:
         show(f"{prefix}: still DAMAGED, in parts that repair cannot restore:")
         if not args.json:
-            print_findings(remaining)
+            print_findings(remaining, prefix)
     elif not steps:
         show(f"{prefix}: nothing to repair{' (.bin was not read)' if args.no_tokens else ''}")
     return {**facts, "remaining": [dataclasses.asdict(finding) for finding in remaining]}

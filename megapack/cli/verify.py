@@ -26,6 +26,7 @@ from megapack.cli.output import Work, print_result
 from megapack.errors import FormatError
 from megapack.packing.sharded import SUFFIX, load_shards
 from megapack.packing.verify import verify_samples, verify_shard
+from megapack.storage.survey import remedy_for
 from megapack.storage.verify import Finding, find_duplicates, has_errors, verify
 from megapack.units import counted
 
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
                 codes = {finding.code for finding in listed if finding.severity == "error"}
                 verdict = "MISSING" if codes == {"missing"} else "DAMAGED" if codes else "sound"
                 print(f"{name}: {verdict}")
-                print_findings(listed)
+                print_findings(listed, name)
 
     facts = {p: [dataclasses.asdict(f) for f in listed] for p, listed in findings.items()}
     print_result(args, facts, show, indent=None)
@@ -99,7 +100,8 @@ def verify_source(manifest: str, *, tokens: bool) -> tuple[dict[str, list[Findin
     return files, [Finding("error", "shards", text + ", ".join(damaged), "see below")]
 
 
-def print_findings(findings: list[Finding]) -> None:
+def print_findings(findings: list[Finding], prefix: str = "PREFIX") -> None:
+    """Print findings; commands that repair a dataset name it."""
     for finding in findings:
-        remedy = f"\n           -> {finding.remedy}" if finding.remedy else ""
+        remedy = f"\n           -> {remedy_for(finding, prefix)}" if finding.remedy else ""
         print(f"  {finding.severity:7}  {finding.message}{remedy}")

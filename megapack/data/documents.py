@@ -271,6 +271,11 @@ def open_sources(
     if len(loaded) != count:
         raise ConfigError(f"{count} datasets and {len(loaded)} indices; give one for each")
     for index in loaded:
+        if not hasattr(index, "open_shards"):
+            raise ConfigError(
+                f"index is {index!r:.200}; give the name of a .samples file, as in "
+                "PackedDataset('text', 'text.samples'), or the result of pack"
+            )
         if index.arranged and positions == "document":
             raise ConfigError(
                 f"{index.path} is an arranged source, whose segments have no position in "

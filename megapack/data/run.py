@@ -42,6 +42,7 @@ from megapack.records import read_record
 from megapack.storage import IndexedDataset
 from megapack.storage.address import is_remote
 from megapack.storage.files import atomic_write
+from megapack.storage.index_file import IndexFile, path_of, prefix_of
 
 if TYPE_CHECKING:
     from megapack.data.dataset import PackedDataset
@@ -114,6 +115,26 @@ class DataConfig(StepConfig):
     @property
     def _draw_unit(self) -> int:
         return max(1, self.micro_batch_tokens)
+
+    def check_files(self, *, held_out: bool = False) -> None:
+        """Raise FileNotFoundError, with a remedy, if the samples or documents of the run do not
+        exist; ``held_out``: check ``valid_prefix``, too."""
+        name = self.blend or self.index
+        assert name is not None  # __post_init__ checked it
+        if not (is_remote(name) or Path(name).exists()):
+            remedy = "give the full path with --set"
+            if self.prefix and not IndexedDataset.exists(self.prefix):
+                remedy = "name your data, --set data.prefix=PREFIX --set data.index=PREFIX.samples"
+            elif self.prefix and Path(f"{self.prefix}.samples").exists():
+                remedy = f"add --set data.index={self.prefix}.samples"
+            raise FileNotFoundError(
+                f"there is no {name} (data.{'blend' if self.blend else 'index'}); relative "
+                f"paths begin at the current directory, {Path.cwd()}: change the directory, or "
+                f"{remedy}"
+            )
+        for prefix in (self.prefix, self.valid_prefix if held_out else None):
+            if prefix and not is_remote(prefix):
+                IndexFile(path_of(prefix_of(prefix), ".idx"))
 
     def check_ranks(self, num_ranks: int, sequence_parallel_size: int = 1) -> None:
         """Raise ConfigError, which names sizes that fit, if the ranks cannot share a step;
@@ -306,19 +327,9 @@ class OpenRun(PlannedRun):
         from megapack.data.dataset import PackedDataset, open_blend  # noqa: PLC0415
 
         section = config.data
+        section.check_files()
         name = section.blend or section.index
         assert name is not None  # DataConfig checked it
-        if not (is_remote(name) or Path(name).exists()):
-            remedy = "give the full path with --set"
-            if section.prefix and not IndexedDataset.exists(section.prefix):
-                remedy = "name your data, --set data.prefix=PREFIX --set data.index=PREFIX.samples"
-            elif section.prefix and Path(f"{section.prefix}.samples").exists():
-                remedy = f"add --set data.index={section.prefix}.samples"
-            raise FileNotFoundError(
-                f"there is no {name} (data.{'blend' if section.blend else 'index'}); relative "
-                f"paths begin at the current directory, {Path.cwd()}: change the directory, or "
-                f"{remedy}"
-            )
         self.decisions = decided or read_decisions(config.run_dir)
         options: dict[str, Any] = {
             "decided": () if self.decisions is None else self.decisions.stages,

@@ -414,6 +414,13 @@ def _check_tokens_once(shards: Shards) -> None:
             )
 
 
+_INSTEAD = {
+    "config": "give a number by its name, as in tokens_per_step=32_768",
+    "batch_size": "the size of a step is tokens_per_step: give that",
+    "shuffle": "a schedule shuffles; order and seed change it: leave it out",
+}
+
+
 class Schedule:
     """Steps of a run.
 
@@ -435,7 +442,7 @@ class Schedule:
         ConfigError: capacities and tokens_per_step do not fit; the message names the remedy.
     """
 
-    @checked_call
+    @partial(checked_call, instead=_INSTEAD)
     def __init__(
         self,
         index: SourceIndex | Sequence[SourceIndex] | SampleSource | HasSamples,

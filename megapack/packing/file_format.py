@@ -226,7 +226,12 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
     FormatError if it is not a ``.samples`` file, damaged, or of another version; OSError."""
     if path.exists() and not path.is_file():
         raise FormatError(f"{path} is not a regular file, so it is not a .samples file")
-    with path.open("rb") as file:
+    try:
+        opened = path.open("rb")
+    except FileNotFoundError as error:
+        error.strerror = f"{error.strerror} (megapack-build pack writes .samples files)"
+        raise
+    with opened as file:
         size = os.fstat(file.fileno()).st_size
         header = _read_header(path, file, size)
         # Map the open file: another file may have taken its name meanwhile.

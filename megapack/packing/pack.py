@@ -12,6 +12,7 @@ from __future__ import annotations
 import numbers
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -194,7 +195,15 @@ def check_packing(
     return PackingMethod(strategy=chosen, buckets=capacities, parameters=resolved)
 
 
-@checked_call
+# Names of the length of a sample in other programs.
+_LENGTHS = [
+    *("max_length", "max_seq_length", "max_seq_len", "seq_length", "seq_len", "sequence_length"),
+    *("context_length", "block_size", "capacity", "capacities"),
+]
+_INSTEAD = dict.fromkeys(_LENGTHS, "samples have the lengths buckets, as in buckets=[1024, 2048]")
+
+
+@partial(checked_call, instead=_INSTEAD)
 def pack(
     lengths: ArrayLike,
     strategy: str = "bucket",
@@ -401,6 +410,11 @@ def _check_buckets(buckets: int | Iterable[int], strategy: Strategy) -> list[int
 
 def _check_lengths(lengths: ArrayLike, capacity: int) -> tuple[Lengths, _core.DocumentLengths]:
     """Return the lengths as int32, or int64 if one needs it, and as checked by the core."""
+    if isinstance(lengths, str):
+        raise DataError(
+            f"lengths is {lengths!r}; it must be tokens per document: for a dataset on disk, give "
+            f"IndexedDataset({lengths!r}).document_lengths"
+        )
     array = np.asarray(lengths)
     if array.size == 0:
         array = array.astype(np.int32)

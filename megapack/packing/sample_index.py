@@ -405,17 +405,21 @@ class SampleIndex(WithRoom):
         """
         source, documents = self.source or {}, self.documents
         mismatch = f"{self.path or 'this index'} and {dataset.prefix} do not belong together"
+        origin = source.get("prefix")
+        remedy = f"give the dataset {origin}, or pack {dataset.prefix} again"
+        if origin in (None, str(dataset.prefix)):  # it has changed
+            remedy = "pack it again"
         if dataset.num_documents != documents.num_documents:
             raise IndexMismatchError(
                 f"{mismatch}: the index was packed from {documents.num_documents:,} documents, the "
-                f"dataset has {dataset.num_documents:,}; pack it again"
+                f"dataset has {dataset.num_documents:,}; {remedy}"
             )
         recorded = source.get("fingerprint")
         if recorded is not None:
             if recorded != dataset.fingerprint:
                 raise IndexMismatchError(
                     f"{mismatch}: the index was packed from a dataset with fingerprint {recorded} "
-                    f"({source.get('prefix')}), this one has {dataset.fingerprint}; pack it again"
+                    f"({origin}), this one has {dataset.fingerprint}; {remedy}"
                 )
         elif documents.lengths_fingerprint != lengths_fingerprint(dataset.document_lengths):
             raise IndexMismatchError(

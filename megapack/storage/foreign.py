@@ -30,8 +30,6 @@ import io
 import json
 import os
 import pickle
-import re
-import shlex
 import struct
 import zlib
 from collections.abc import Callable
@@ -48,7 +46,7 @@ from megapack.storage.index_file import MAGIC, path_of, pick_dtype, prefix_of
 from megapack.storage.index_writer import MAX_SEQUENCE_LENGTH, ArrayLayout
 from megapack.storage.metadata import TokenFacts, matching_meta, own_metadata
 from megapack.storage.signatures import LLM_C_MAGICS, recognize
-from megapack.storage.survey import REPAIR, survey
+from megapack.storage.survey import remedy_for, survey
 from megapack.storage.tokens import open_npy
 
 _LLM_C_HEADER_BYTES = 1024
@@ -108,13 +106,10 @@ def _mmididx(path: Path, _: DTypeLike | None) -> Foreign:
         raise FormatError(f"{prefix}: dtype code {layout.header.dtype_code} means {text}")
     reordered = not facts.widths and facts.names_another_order(dtype.itemsize)
     # ``meaning`` returned the dtype; if documents were lost, each sequence becomes a document.
-    name = shlex.quote(prefix)
     harmless = {"dtype", "documents-lost", *(["pointers"] if reordered else [])}
     for finding in facts.findings():
         if finding.severity != "note" and finding.code not in harmless:
-            command = re.compile(f"{REPAIR}((?: --[a-z-]+)*)")
-            remedy = command.sub(lambda match: f"`{REPAIR} {name}{match[1]}`", finding.remedy)
-            raise FormatError(f"{finding.message} -> {remedy}")
+            raise FormatError(f"{finding.message} -> {remedy_for(finding, prefix)}")
     meta = None
     with contextlib.suppress(FormatError):  # a file of that name may be another tool's
         meta = matching_meta(prefix, dtype.name, layout.header, facts.num_tokens)

@@ -245,7 +245,11 @@ class IndexFile:
         try:
             file = open_regular(path)
         except FileNotFoundError as error:
-            error.strerror = f"{error.strerror} (give the prefix of a dataset, which has an .idx)"
+            remedy = "give the prefix of a dataset, which has an .idx"
+            text = self.name.removesuffix(".idx")
+            if Path(text).is_file():
+                remedy = f"a dataset is the result of `megapack-build tokenize --input {text} ...`"
+            error.strerror = f"{error.strerror} ({remedy})"
             raise
         with file:
             identity = file_identity(file)

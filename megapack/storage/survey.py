@@ -15,6 +15,8 @@ token width, and with it the meaning of the dtype code.
 from __future__ import annotations
 
 import os
+import re
+import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,6 +55,13 @@ class Finding:
     code: str  # stable, for scripts
     message: str
     remedy: str = ""
+
+
+def remedy_for(finding: Finding, prefix: str) -> str:
+    """Return the remedy of a finding, in which the command names the dataset: it can be pasted."""
+    command = re.compile(f"{REPAIR}((?: --[a-z-]+)*)")
+    name = shlex.quote(prefix)
+    return command.sub(lambda match: f"`{REPAIR} {name}{match[1]}`", finding.remedy)
 
 
 def has_errors(findings: Iterable[Finding]) -> bool:

@@ -26,7 +26,7 @@ from megapack.storage.columns import ColumnWriter, column_entries, column_path
 from megapack.storage.files import AtomicFile, file_identity, open_regular, read_array_blocks
 from megapack.storage.index_file import IndexFile, Tokens, dtype_of_code, path_of, prefix_of
 from megapack.storage.metadata import Checksum, TokenFacts, matching_meta, meta_path, read_meta
-from megapack.storage.survey import survey
+from megapack.storage.survey import remedy_for, survey
 
 BUFFER_BYTES = 1 << 19  # small enough to stay in the CPU cache between check, conversion and write
 
@@ -165,7 +165,7 @@ class InputDataset:
         for finding in facts.findings():
             # Without document indices, every sequence is a document.
             if finding.severity == "error" and finding.code != "documents-lost":
-                raise FormatError(f"{finding.message} -> {finding.remedy}")
+                raise FormatError(f"{finding.message} -> {remedy_for(finding, self.prefix)}")
         self.num_tokens = facts.num_tokens
         self.num_bytes = facts.num_tokens * self.dtype.itemsize
         self.meta = matching_meta(self.prefix, self.dtype.name, self.layout.header, self.num_tokens)

@@ -11,13 +11,15 @@ import faulthandler
 import os
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-from megapack.calls import nearest
+from megapack.calls import explained, nearest
 from megapack.command_line import Parser, add_program_options
 from megapack.config import load_config
+from megapack.data.run import DataConfig
 from megapack.errors import (
     ConfigError,
     MegapackError,
@@ -26,6 +28,7 @@ from megapack.errors import (
     redacted,
 )
 from megapack.hub import hub_answers
+from megapack.storage import IndexedDataset
 from megapack.training.config import ModelConfig, PretrainConfig
 
 # Report all missing packages together, instead of the first import that fails.
@@ -60,6 +63,24 @@ def run_command(work: Callable[[argparse.Namespace], int], args: argparse.Namesp
         except (MegapackError, OSError) as error:
             print(f"megapack: {type(error).__name__}: {redacted(error)}", file=sys.stderr)
             return exit_code(error)
+
+
+@contextmanager
+def data_errors(data: DataConfig) -> Iterator[None]:
+    """Turn FileNotFoundError into a ConfigError that says how to start without the file."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        remedy = ""
+        if data.valid_prefix and not IndexedDataset.exists(data.valid_prefix):
+            remedy = "to train without held-out documents, add --set data.valid_prefix=null "
+            remedy += "--set data.valid_index=null " if data.valid_index else ""
+            remedy += "--set evaluation.every=null; "
+        raise ConfigError(
+            f"data: {explained(error)}; {remedy}to plan a run before there are data, give "
+            "--dry-run --lengths (a .npy file of tokens per document, or "
+            "lognormal:MEAN,MEDIAN,DOCUMENTS)"
+        ) from error
 
 
 def set_rank_environment(local_rank: int | None = None) -> int:

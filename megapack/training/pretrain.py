@@ -20,9 +20,11 @@ import os
 import sys
 from dataclasses import replace
 
+from megapack.calls import nearest
 from megapack.command_line import PrintAction
 from megapack.config import check_positive
 from megapack.data.blend import BlendConfig
+from megapack.devices import PEAK_FLOPS, peak_flops
 from megapack.errors import ConfigError
 from megapack.json_schema import json_schema
 from megapack.training.command import (
@@ -30,6 +32,7 @@ from megapack.training.command import (
     add_overrides,
     check_hub,
     command_parser,
+    data_errors,
     read_config,
     run_command,
     set_rank_environment,
@@ -64,6 +67,9 @@ def pretrain(args: argparse.Namespace) -> int:
     model = planned_model(config.model, from_lengths=args.lengths is not None)
     config = replace(config, model=model)
     config.data.check_ranks(num_ranks, config.engine.sequence_parallel_size)
+    if args.lengths is None:
+        with data_errors(config.data):
+            config.data.check_files(held_out=True)
     if int(os.environ.get("RANK", "0")) == 0:
         task = "planning" if args.dry_run else "starting"
         print(f"note: {task}; importing torch and checking the model", file=sys.stderr)
@@ -102,6 +108,9 @@ def check_options(args: argparse.Namespace) -> None:
         raise ConfigError("command line: --profile traces a run; leave out --dry-run")
     if args.buckets is not None and args.lengths is None:
         raise ConfigError("command line: --buckets needs --lengths; add --lengths")
+    if args.device is not None and peak_flops(args.device) is None:
+        known = f"{nearest(args.device, PEAK_FLOPS)} (known: {', '.join(PEAK_FLOPS)})"
+        raise ConfigError(f"command line: --device is {args.device}, which is unknown{known}")
     numbers = {name: options[name] for name in ("--world-size", "--gpu-price", "--buckets")}
     check_positive("command line", **numbers)
 

@@ -109,7 +109,23 @@ def check_start(
         raise ConfigError(
             f"--profile is {profile.start}:{profile.stop}; the run has {inputs.num_steps} steps"
         )
-    return inputs, check_run(config, inputs, num_ranks), tokenizer_of(config.model)
+    architecture, tokenizer = check_run(config, inputs, num_ranks), tokenizer_of(config.model)
+    if config.model.tokenizer is not None:
+        check_tokenizer(config.model.tokenizer, tokenizer, inputs)
+    return inputs, architecture, tokenizer
+
+
+def check_tokenizer(name: str, tokenizer: Any, inputs: Inputs) -> None:
+    """Check that the tokenizer to export has every id of the training data. Raises ConfigError."""
+    num_ids = max(tokenizer.get_vocab().values(), default=-1) + 1
+    for source in inputs.data.datasets:
+        prefix, largest = source.largest_token_id(num_ids)
+        if largest >= num_ids:
+            raise ConfigError(
+                f"model.tokenizer is {name!r}, whose ids are below {num_ids:,}, and {prefix} holds "
+                f"token id {largest:,}: set model.tokenizer to the tokenizer that made {prefix} "
+                f"(`megapack-build inspect {prefix}` prints its command)"
+            )
 
 
 def check_directory(section: CheckpointConfig, run: RunDirectory) -> None:

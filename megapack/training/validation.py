@@ -11,7 +11,9 @@ rank, as in training; each then sums the losses of its slices.
 
 from __future__ import annotations
 
+import logging
 import math
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -29,6 +31,10 @@ from megapack.storage import IndexedDataset
 from megapack.training.config import EngineConfig
 from megapack.training.engine.world import World
 from megapack.training.model.training_model import on_device
+
+logger = logging.getLogger("megapack")
+
+_SECONDS_BETWEEN_LINES = 30.0  # of a long validation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,14 +102,17 @@ def validate(
     capacities = [int(c) for c in data.samples.indices[0].bucket_capacity]
     sums = torch.zeros(2, len(capacities), dtype=torch.float64, device=world.device)
     how: Any = {"world": world, "config": config, "micro_batch_tokens": micro_batch_tokens}
-    training = model.training
+    training, next_line = model.training, time.monotonic() + _SECONDS_BETWEEN_LINES
     model.eval()
     try:
         with torch.no_grad():
             for number, capacity in enumerate(capacities):
                 ids = _sample_ids(data, capacity, max_tokens)
-                for batch in _batches(data, ids, capacity, **how):
+                for done, batch in enumerate(_batches(data, ids, capacity, **how)):
                     world.progress.at(f"validation, bucket {capacity}")
+                    if world.is_first and time.monotonic() > next_line:
+                        logger.info("validating: bucket %d, %d micro batches done", capacity, done)
+                        next_line = time.monotonic() + _SECONDS_BETWEEN_LINES
                     loss, *_ = model(**on_device(batch, world.device, config))
                     sums[0, number] += loss
                     sums[1, number] += int((batch["labels"] >= 0).sum())

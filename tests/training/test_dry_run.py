@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from megapack.config import load_config, to_dict
 from megapack.data import BucketBatchSampler
@@ -132,6 +134,17 @@ def test_missing_tokenizer_is_found_before_the_start(corpus: Corpus, tmp_path: P
     with pytest.raises(ConfigError, match=r"no\.model"):
         dry_run(config)
     assert "steps: " in dry_run(config, lengths="lognormal:60,50,900", buckets=[128])
+
+
+def test_a_tokenizer_without_ids_of_the_documents(corpus: Corpus, tmp_path: Path) -> None:
+    """Regression: the model was exported with a tokenizer that cannot decode its tokens."""
+    path = tmp_path / "small.json"
+    vocabulary = {f"word{i}": i for i in range(3)}
+    Tokenizer(WordLevel(vocabulary, unk_token="word0")).save(str(path))
+    settings = corpus.config(tmp_path / "run", model={"vocab_size": 64, "tokenizer": str(path)})
+    config = load_config(PretrainConfig, settings)
+    with pytest.raises(ConfigError, match=r"small\.json', whose ids are below 3, and .* holds tok"):
+        dry_run(config)
 
 
 @pytest.mark.parametrize(

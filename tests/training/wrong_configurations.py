@@ -177,12 +177,16 @@ seed | --set seed | seed.deeper=1
 3 ranks | --dry-run --world-size 3
 nothing.yaml | --config nothing.yaml
 did you mean 'llama_1b_bucket'? (recipes: | --config llama_1b_buckets
+did you mean 'h100'? (known: | --dry-run --device H1000
+did you mean 'optimizer.lr'? | lr=1e-4
+did you mean 'data.micro_batch_tokens'? | micro_batch_tokens=4096
+# files that do not exist
+nowhere | data.prefix=nowhere | data.index=nowhere.samples
+nowhere | data.valid_prefix=nowhere
 """
 LATE = """
 # the data
 --profile | --profile 100:200 | --profile 0:9
-nowhere | data.prefix=nowhere | data.index=nowhere.samples
-nowhere | data.valid_prefix=nowhere
 micro_batch_tokens | data.micro_batch_tokens=64
 row_tokens | data.row_tokens=48
 data.valid_prefix | evaluation.every=5 data.valid_prefix=null

@@ -290,6 +290,12 @@ def _chat_key(line: bytes, options: ReadOptions) -> str | None:
     return None
 
 
+def _value(record: object, key: str) -> object:
+    for name in key_path(record, key) or ():
+        record = record[name]  # type: ignore[index]
+    return record
+
+
 def _line_detail(line: bytes, options: ReadOptions) -> str:
     """Explain why a line was refused; for malformed JSON, with the message of Python's parser."""
     try:
@@ -298,14 +304,15 @@ def _line_detail(line: bytes, options: ReadOptions) -> str:
         return f"{error}; {_WANTED}" if line.strip() in (b"[", b"{") else str(error)
     if not isinstance(record, dict):
         return f"the line is {json_kind(record)}; {_WANTED}"
+    wanted = list if options.values == "lists" else str
     for key, option in options.keys().items():
         if key_path(record, key) is None:
             names = ", ".join(sorted(key_names(record))[:_SHOWN]) or "none"
-            return f"key {key!r} is missing among: {names}; see {option}"
-    value: object = record
-    for name in key_path(record, options.json_key) or ():
-        value = value[name]  # type: ignore[index]
-    wanted = list if options.values == "lists" else str
+            fitting = [n for n in key_names(record) if isinstance(_value(record, n), wanted)]
+            is_clear = key == options.json_key and len(fitting) == 1
+            remedy = f"for this one give {option} {fitting[0]}" if is_clear else f"see {option}"
+            return f"key {key!r} is missing among: {names}; {remedy}"
+    value = _value(record, options.json_key)
     if not isinstance(value, wanted):
         return f"{options.json_key!r} is {json_kind(value)}, not {json_kind(wanted())}"
     return "it has half a surrogate pair, over 900 nested values, or a non-scalar split key"

@@ -213,8 +213,13 @@ class TokenizerFiles:
         problem = f"the {role} token of {self.name} {problem}"
         if isinstance(text, str):
             problem = f"{text!r} is not a special token of {self.name}"
-        known = ", ".join(sorted(self.special)[:20]) or "none"
-        raise ConfigError(f"{problem}; name it with --eod-token or --bos-token (special: {known})")
+        if not self.special:
+            raise ConfigError(
+                f"{problem}, and the tokenizer has no special tokens; give the id of a token that "
+                f"no text contains, --{role}-token ID, or add a special token to the tokenizer"
+            )
+        known = ", ".join(sorted(self.special)[:20])
+        raise ConfigError(f"{problem}; name it with --{role}-token (special: {known})")
 
 
 _SUFFIXES = (".json", ".model", ".tiktoken")
@@ -233,7 +238,8 @@ def _tokenizer_files(name: str) -> tuple[Path, ...]:
         return Path(vocab), Path(merges)
     if not path.is_file():
         is_name = path.suffix not in _SUFFIXES and not path.is_absolute() and len(path.parts) < 3
-        hub = f"; from a hub: hf download {name} --local-dir {path.name}" if is_name else ""
+        files = "--include '*.json' --include '*.model' --include '*.jinja'"  # no weights
+        hub = f"; from a hub: hf download {name} --local-dir {path.name} {files}" if is_name else ""
         raise ConfigError(
             f"no tokenizer at {name}; give a sentencepiece .model, a tokenizer.json, a "
             f"directory with one of them, or the word bytes (megapack downloads nothing){hub}"

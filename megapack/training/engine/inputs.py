@@ -35,6 +35,7 @@ from megapack.storage.columns import Column
 from megapack.storage.dataset import read_lengths_file
 from megapack.storage.index_file import path_of
 from megapack.storage.metadata import damaged_file, meta_path
+from megapack.training.command import data_errors
 from megapack.training.config import DistillConfig, PretrainConfig
 from megapack.training.engine.deepspeed_config import check_deepspeed
 from megapack.training.engine.directory import FileFacts
@@ -63,7 +64,7 @@ class Inputs(OpenRun):
 
     def __init__(self, config: PretrainConfig, decided: Decisions | None = None) -> None:
         self.config = config
-        try:
+        with data_errors(config.data):
             super().__init__(config, decided)
             options: dict[str, Any] = {
                 "buckets": config.evaluation.buckets or self.schedule.capacities,
@@ -75,16 +76,6 @@ class Inputs(OpenRun):
             self.valid_sources = (
                 {} if self.blend is None else open_validation_of_sources(self.blend, **options)
             )
-        except FileNotFoundError as error:
-            remedy, data = "", config.data
-            if data.valid_prefix and not IndexedDataset.exists(data.valid_prefix):
-                remedy = "to train without held-out documents, add --set data.valid_prefix=null "
-                remedy += "--set data.valid_index=null " if data.valid_index else ""
-                remedy += "--set evaluation.every=null; "
-            raise ConfigError(
-                f"data: {error}; {remedy}to plan a run before there are data, give --dry-run "
-                "--lengths (a .npy file of tokens per document, or lognormal:MEAN,MEDIAN,DOCUMENTS)"
-            ) from error
 
     @property
     def held_out(self) -> list[PackedDataset]:

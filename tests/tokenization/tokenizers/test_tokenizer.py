@@ -91,6 +91,12 @@ def test_end_token_is_never_guessed(tmp_path: Path, bpe_json: Path) -> None:
         with pytest.raises(ConfigError, match=message):
             files.special_token(*asked)
     assert files.special_token("eod", "<eos>").text == "<eos>"
+    tree["added_tokens"] = []
+    path.write_text(json.dumps(tree))
+    files = TokenizerFiles.open(str(path))
+    with pytest.raises(ConfigError, match=r"no special tokens; give the id of .*, --eod-token ID"):
+        files.special_token("eod")
+    assert files.special_token("eod", 5).id == 5
 
 
 def test_special_token_by_id(bpe_json: Path) -> None:
@@ -106,7 +112,10 @@ def test_special_token_by_id(bpe_json: Path) -> None:
 def test_invalid_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_text("x")
     for source, message in (
-        ("some/model", r"at some/model; .*nothing\); .* download some/model --local-dir model$"),
+        (
+            "some/model",
+            r"nothing\); .* hf download some/model --local-dir model --include '\*\.json'",
+        ),
         (tmp_path / "no.model", r"no tokenizer at .*downloads nothing\)$"),
         (tmp_path, r"contains no tokenizer: none of tokenizer\.json, "),
         (tmp_path / "x.txt", r"x\.txt: a tokenizer is"),
