@@ -69,7 +69,7 @@ def explained(error: Exception) -> str:
 
 
 def _plain(name: str) -> str:
-    return re.sub("[-_]", "", name.lower())
+    return re.sub(r"(?<=\w)[-_]", "", name.lower())  # keep the hyphens before an option
 
 
 def _initials(name: str) -> str:

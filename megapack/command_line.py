@@ -59,6 +59,13 @@ class Parser(argparse.ArgumentParser):
         text = printable(redacted(message))
         self.exit(2, f"{self.prog}: error: {text} (--help shows the options)\n")
 
+    def _get_value(self, action: argparse.Action, text: str) -> Any:
+        """Convert a word of the command line; a choice may be written in either case."""
+        value = super()._get_value(action, text)
+        in_lower_case = {str(choice).lower(): choice for choice in action.choices or ()}
+        is_choice = isinstance(value, str) and value not in (action.choices or ())
+        return in_lower_case.get(value.lower(), value) if is_choice else value
+
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             choices = [str(choice) for choice in action.choices]

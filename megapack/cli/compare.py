@@ -108,8 +108,7 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     )
     for option, default, kind, text in options:
         name, _, metavar = option.partition(" ")
-        is_choice = isinstance(kind, list)
-        values = {"choices": kind, "type": str.lower} if is_choice else {"type": kind}
+        values = {"choices": kind} if isinstance(kind, list) else {"type": kind}
         shown = f"{text} (default: %(default)s)" if default is not None else text
         group.add_argument(name, default=default, metavar=metavar or None, help=shown, **values)
 

@@ -40,7 +40,10 @@ def test_verify_reports_damage_and_repair_repairs_it(tmp_path: Path) -> None:
         file.write(b"\6")
     said = build("verify", tmp_path / "data")
     assert said.returncode == 1
-    assert "data: DAMAGED" in said.stdout and "-> megapack-build repair" in said.stdout
+    assert (
+        "data: DAMAGED" in said.stdout
+        and f"-> `megapack-build repair {tmp_path}/data" in said.stdout
+    )
     found = json.loads(build("verify", "--json", tmp_path / "data").stdout)[str(tmp_path / "data")]
     assert "dtype" in [finding["code"] for finding in found]
     assert "would be done:" in printed("repair", "--dry-run", tmp_path / "data")
