@@ -206,7 +206,7 @@ def _print_step(args: argparse.Namespace, run: OpenRun, facts: dict[str, Any]) -
     stage = f"; of the stage from step {facts['stage_from_step']:,}" * (len(schedule.stages) > 1)
     console.write_line(
         f"step {content.index:,}: {len(content.sample_ids):,} samples of "
-        f"{' and '.join(f'{draw.capacity:,}' for draw in content.draws)} tokens, "
+        f"{' and '.join(dict.fromkeys(f'{draw.capacity:,}' for draw in content.draws))} tokens, "
         f"{content.num_label_tokens:,} labels{weight}; {facts['tokens_before']:,} tokens before it"
         f"{stage}",
         style="bold",

@@ -19,13 +19,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 
 from megapack.cli.arguments import add_dataset_argument, add_shared, token_id
 from megapack.cli.datasets import named_files
 from megapack.cli.output import Work, print_result
-from megapack.errors import FormatError
+from megapack.errors import FormatError, MegapackError
+from megapack.packing import SampleIndex
 from megapack.packing.sharded import SUFFIX, load_shards
-from megapack.packing.verify import verify_samples, verify_shard
+from megapack.packing.verify import prefix_of_samples, verify_samples, verify_shard
 from megapack.storage.survey import remedy_for
 from megapack.storage.verify import Finding, find_duplicates, has_errors, verify
 from megapack.units import counted
@@ -58,6 +60,8 @@ def run(args: argparse.Namespace) -> int:
                 progress=progress,
             )
     findings |= {name: verify_samples(name, tokens=not args.no_tokens) for name in names}
+    for name in names if prefixes else ():
+        findings[name] += _not_named(name, prefixes)
     named = {*findings, *manifests}
     for manifest in manifests:
         shards, findings[manifest] = verify_source(manifest, tokens=not args.no_tokens)
@@ -77,6 +81,19 @@ def run(args: argparse.Namespace) -> int:
     facts = {p: [dataclasses.asdict(f) for f in listed] for p, listed in findings.items()}
     print_result(args, facts, show, indent=None)
     return int(any(map(has_errors, findings.values())))
+
+
+def _not_named(name: str, prefixes: list[str]) -> list[Finding]:
+    """Return a note if the dataset of a .samples file, with which it was compared, is not one of
+    the datasets on the command line."""
+    try:
+        prefix = prefix_of_samples(name, SampleIndex.load(name))
+    except (MegapackError, OSError):  # reported by verify_samples
+        return []
+    if os.path.realpath(prefix) in map(os.path.realpath, prefixes):
+        return []
+    text = f"{name} was packed from {prefix} and compared with it, not with {', '.join(prefixes)}"
+    return [Finding("note", "other-dataset", text)]
 
 
 def verify_source(manifest: str, *, tokens: bool) -> tuple[dict[str, list[Finding]], list[Finding]]:

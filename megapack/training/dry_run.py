@@ -294,7 +294,7 @@ def _stage(
         "" if window is None else f"attention window: {window}",
         describe_fim(stage),
         "" if reach == "document" else f"attention inside: {reach}",
-        f"ranks: {ranks}, {micro_steps} micro steps of {micro:,} tokens each"
+        f"ranks: {ranks}, {counted(micro_steps, 'micro step')} of {micro:,} tokens each"
         + several * (unit == "draw"),
         _mix(stage, micro_steps, micro * ranks),
         *rows,

@@ -43,6 +43,7 @@ from megapack.training.model.opening import compute_dtype, open_model
 from megapack.training.monitoring.heartbeat import LOST_CONTACT, Heartbeat
 from megapack.training.monitoring.signals import PREEMPTED, StopSignals
 from megapack.training.trainer import Trainer
+from megapack.units import counted
 
 logger = logging.getLogger("megapack")
 
@@ -195,7 +196,7 @@ def prepare(
     if config.data.verify:
         logger.info("verifying checksums of the data (data.verify)")
         verify_samples(inputs, world)
-    logger.info("%s; %s steps", inputs.data, f"{inputs.num_steps:,}")
+    logger.info("%s; %s", inputs.data, counted(inputs.num_steps, "step"))
     mirror = config.checkpoint.mirror
     store = CheckpointStore(
         run.checkpoints,

@@ -105,6 +105,10 @@ def test_verify_reads_samples_files(tmp_path: Path) -> None:
     dataset, path = IndexedDataset(tmp_path / "data"), tmp_path / "data.samples"
     pack(dataset.document_lengths, "concat", buckets=4).save(path, source=dataset)
     assert f"{path}: sound" in printed("verify", path, tmp_path / "data")
+    write(tmp_path / "other", SMALL[:2])
+    note = f"was packed from {tmp_path}/data and compared with it, not with {tmp_path}/other"
+    assert note in printed("verify", path, tmp_path / "other")
+    assert "was packed from" not in printed("verify", path, tmp_path / "data")
     (tmp_path / "elsewhere").mkdir()
     moved = shutil.copy(path, tmp_path / "elsewhere" / "x.samples")
     (tmp_path / "data.idx").unlink()

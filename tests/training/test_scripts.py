@@ -78,7 +78,7 @@ def test_dry_run_prints_the_plan(new_run: NewRun) -> None:
     words = ["--dry-run", "--device", "H100", "--show-config", "--world-size"]
     output = run.start(words=[*words, "4"], launcher=False).succeed(
         *("precision: bf16", "positions: segment", "model: llama, 82,240 parameters"),
-        "ranks: 4, 1 micro steps of 256 tokens each",
+        "ranks: 4, 1 micro step of 256 tokens each",
         "ZeRO: stage 1; 321 KiB of gradients (float32) are reduced once per step",
         *("parameters", "optimizer state", "activations", " KiB", "FLOP", "on 4 ranks"),
     )
