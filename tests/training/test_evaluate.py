@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 from megapack.errors import ConfigError
 from megapack.packing import pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
+from megapack.training import validation
 from megapack.training.command import free_port
 from megapack.training.config import EngineConfig
 from megapack.training.engine.inputs import open_validation, read_lengths
@@ -105,6 +107,20 @@ def test_contexts_score_the_same_tokens(corpus: Corpus, model: TrainingModel, wo
         total, count = _brute_force(model, dataset, context)
         assert result[context].loss == pytest.approx(total / count, rel=1e-5)
     assert result[16].loss != pytest.approx(result[256].loss, rel=1e-3)
+
+
+def test_a_long_validation_is_not_silent(
+    evaluated: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO, logger="megapack"):
+        evaluated()
+        assert "validating" not in caplog.text
+        monkeypatch.setattr(validation, "_SECONDS_BETWEEN_LINES", 0.0)
+        evaluated()
+    for bucket in BUCKETS:
+        assert f"validating: bucket {bucket}, 0 micro batches done" in caplog.text
 
 
 def test_result_ignores_micro_batches(evaluated: Callable[..., Any]) -> None:
