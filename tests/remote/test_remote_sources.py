@@ -81,7 +81,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "no labels": (lambda at: (at / "c.labels.col").unlink(), "c", "does not exist"),
     "no samples": (lambda at: samples_of(at, 1).unlink(), "b-", "does not exist"),
     "a sample": (lambda at: flip(samples_of(at, 0), -9), "a-", "checksum"),
-    "others": (replace_samples, "b-", "pack it again"),
+    "others": (replace_samples, "b-", "do not belong together"),
     "manifest": (change_manifest, "b", "records longest_reach"),
 }
 
