@@ -210,7 +210,7 @@ PACKING = ("--groups", "--seed", "--threads", "--alignment", "--fim-room")
 
 
 def add_shared(parser: Arguments, *names: str, help: str = "", **changes: Any) -> None:
-    """Declare shared options; ``help`` is appended to theirs, ``changes`` are argparse's."""
+    """Declare shared options; append ``help`` to the help text, pass ``changes`` to argparse."""
     for name in names:
         option = {**SHARED[name], **changes}
         option["help"] = f"{option['help']}; {help}" if help else option["help"]
@@ -259,8 +259,8 @@ def token_id(token: str | int | None, tokenizer: str | None) -> int | None:
 
 
 def refuse_without(needed: str, **options: object) -> None:
-    """Raise ConfigError for the first option that is given (neither None nor False), since options
-    have no effect without ``needed``, which is missing."""
+    """Raise ConfigError for the first option that was given (neither None nor False): these options
+    have no effect without ``needed``, which the caller found missing."""
     for name, value in options.items():
         if value is not None and value is not False:
             shown = "" if value is True else f" {value}"

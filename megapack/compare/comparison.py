@@ -108,7 +108,8 @@ class PlannedWork:
             micro_batch_tokens`` and were cut there.
         shared_ratio: share of tokens whose document is on several ranks, which costs communication.
         micro_batches, extra_micro_batches: per step, and those beyond what the tokens need.
-        attention, model: critical path over the ideal, of attention alone and of the whole model.
+        attention, model: critical path divided by the ideal, for attention alone and for the whole
+            model.
     """
 
     max_context_parallel_size: int
@@ -138,7 +139,7 @@ def measure_plans(
         lengths: tokens per document; empty documents are left out.
         num_ranks: ranks of a step.
         tokens_per_rank, micro_batch_tokens: tokens of one rank, per step and per micro batch.
-        linear_cost_tokens: that of the model (``Model.linear_cost_tokens``).
+        linear_cost_tokens: ``Model.linear_cost_tokens`` of the model.
         num_steps: at most; fewer if all steps would hold more than a million documents.
 
     Raises ConfigError for a number below 1, or a micro batch of more tokens than the step,

@@ -222,7 +222,8 @@ class Evaluation:
         return sum(bucket.sample_squares for bucket in self.work) / self.num_positions
 
     def imbalance(self, dealing: Dealing) -> float:
-        """Return the work of the busiest rank over the mean; buckets weigh by attention work."""
+        """Return the work of the busiest rank over the mean, weighted by the buckets' attention
+        work."""
         total = sum(bucket.work for bucket in self.work)
         return sum(bucket.work * bucket.imbalance(dealing) for bucket in self.work) / total
 

@@ -88,7 +88,7 @@ def comparison_page(comparison: Comparison) -> str:
         sampled=""
         if corpus.sampled_from is None
         else f"<p class='note'>Measured on a random sample of {count(corpus.num_documents)} of "
-        f"{count(corpus.sampled_from)} documents; every figure below is of the sample.</p>",
+        f"{count(corpus.sampled_from)} documents; every figure below describes the sample.</p>",
         best=escape(best.label),
         capacities=", ".join(map(count, best.case.buckets)),
         tiles=tiles_of(tiles),

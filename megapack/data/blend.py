@@ -12,8 +12,8 @@
       - {name: math, index: math.shards.json, weight: 0.1}      # many datasets as one source
       - {name: late, prefix: late/docs, index: late/docs.samples, weight: 0}  # see stages
     columns: [experts, rewards]    # data per token; {rewards: fill}: some sources may lack it
-    max_epochs: 4                  # a run that repeats a source more often is refused, unless
-    run_tokens: 10_000_000_000     # its weight is lowered to last for this many tokens
+    max_epochs: 4                  # a run that would repeat a source more often is refused
+    run_tokens: 10_000_000_000     # instead, lower its weight so that it lasts for these tokens
     attention_window: 2048
     fim: {rate: 0.5, sentinels: {prefix: 7, suffix: 8, middle: 9}}     # fill-in-the-middle
     stages:
@@ -116,7 +116,8 @@ class Source:
             raise ConfigError(f"{subject} has valid_index, but no valid_prefix: give that, too")
 
     def relative_to(self, folder: Path) -> Source:
-        """Return the source with paths relative to the manifest's folder; addresses stay."""
+        """Return the source with paths relative to the manifest's folder; addresses are
+        unchanged."""
         names = ["prefix", "index", "valid_prefix", "valid_index", "scores"]
         paths = {name: getattr(self, name) for name in names}
         resolved: dict[str, Any] = {
@@ -188,7 +189,7 @@ class Stage:
     weights: dict[str, float] | None = None
     """Source name -> share of the tokens; a source that is not named is not drawn."""
     tokens_per_step: int | None = None
-    """As in ``megapack.data.steps.StepConfig``, like all down to ``micro_step_tokens``."""
+    """See ``megapack.data.steps.StepConfig``, for all fields down to ``micro_step_tokens``."""
     order: str | None = None
     """Order of the buckets."""
     num_cycles: int | None = None
@@ -227,7 +228,7 @@ class Stage:
         if self.window_steps and not self.attention_window:
             raise ConfigError(
                 f"{self} has window_steps {self.window_steps} and attention_window "
-                f"{self.attention_window}; give the window at their end"
+                f"{self.attention_window}; give the window that they end with"
             )
         if self.exclude == {}:
             raise ConfigError(f"{self} has an empty exclude; name a source and its file")
@@ -424,12 +425,13 @@ class Mixture:
         return replace(plain, fim=None, fim_rates=None)
 
     def check_fim_rates(self, by: str, rates: Sequence[float]) -> None:
-        """Raise ConfigError unless the rates of all sources, given by ``by``, are valid."""
+        """Raise ConfigError unless the rates of all sources are valid; ``by`` names their
+        origin."""
         named = zip(self.names or (), rates, strict=True)
-        check_range(by, at_least=0, at_most=1, **{f"rate of fim of {n!r}": r for n, r in named})
+        check_range(by, at_least=0, at_most=1, **{f"fim rate of {n!r}": r for n, r in named})
         if self.fim is None and any(rates):
             raise ConfigError(
-                f"{by} has a rate of fim, and fim is not configured: give its sentinels (fim: "
+                f"{by} has a fim rate, but fim is not configured: give its sentinels (fim: "
                 "{sentinels: ...} in the manifest), or leave the rate out"
             )
 
@@ -489,7 +491,7 @@ class HostOptions(BlendConfig):
     cache_directory: str | None = None
     """Folder of the sample index; None: the host's cache path, else that of the first source."""
     node_local: bool = False
-    """The cache directory is a disk of each node, not shared: one process of each node builds."""
+    """The cache directory is on a local disk of each node, so one process of each node builds."""
 
 
 def load_blend(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> BlendConfig:

@@ -398,8 +398,8 @@ def weigh_step(schedule: Schedule, content: Step, samples: SampleSource) -> Step
 
 
 def refuse_token_weights(samples: SampleSource, refuse: Callable[[str, str], NoReturn]) -> None:
-    """Call ``refuse(problem, option to leave out)``, which raises, if loss masks have weights: for
-    callers that only count labels."""
+    """Call ``refuse(problem, option to leave out)``, which must raise, if loss masks carry weights.
+    For callers that only count labels."""
     weighted = [
         n for n, weights in zip(samples.names, samples.token_weights, strict=True) if weights
     ]

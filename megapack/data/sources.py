@@ -489,7 +489,7 @@ class SampleSource:
         """Return the labels of every sample; without a counter, all but a document's last token."""
         if self._counter is not None:
             return self._counter(ids, view)
-        assert view.epochs is None, "bare indices have no fill-in-the-middle"
+        assert view.epochs is None, "fill-in-the-middle needs a counter of labels"
         counts, sequences = np.empty((2, len(ids)), np.int64)
         for shard, positions, local in self._by_shard(ids):
             index = self.shards.index(shard)
