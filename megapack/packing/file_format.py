@@ -350,7 +350,7 @@ def _check_small(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
     if samples[0] != 0 or (samples[1:] < samples[:-1]).any():
         raise FormatError(
             f"{path}: bucket_sample_offsets is {_listed(samples)}; offsets start at 0 and must "
-            "not descend"
+            "not decrease"
         )
     ends = arrays.get("segment_end_offsets")
     if ends is not None and len(ends) != segments[-1] + 1:

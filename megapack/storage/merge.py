@@ -197,7 +197,7 @@ def _common_columns(
         if lacking is None or (missing == "fill" and may_fill):
             continue
         if missing != "drop":
-            how = "'fill' or 'drop'" if may_fill else "'drop', which gives all tokens loss"
+            how = "'fill' or 'drop'" if may_fill else "'drop', which counts all tokens in the loss"
             itself = f" {lacking.prefix} {name} {lacking.prefix}" if name == LABELS else ""
             raise DataError(
                 f"{lacking.prefix} has no column {name}, which {first_with[name].prefix} has: add "

@@ -365,7 +365,7 @@ def test_context_parallel_samples_run_on_groups_of_ranks(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "words", "message"),
     [
-        ("lengths.npy", (), "--max-tokens is missing, the tokens per rank"),
+        ("lengths.npy", (), "--max-tokens is missing: give the tokens per rank"),
         (
             "lengths.npy",
             ("--max-tokens", "600", "--linear-cost-tokens", "-1"),
@@ -378,7 +378,7 @@ def test_context_parallel_samples_run_on_groups_of_ranks(folder: Path) -> None:
         ),
         ("lengths.npy", ("--max-tokens", "600", "--context", "3"), "context_parallel is 3"),
         ("run.yaml", ("--max-tokens", "600"), "defines the size of a step"),
-        ("run.yaml", ("--trees",), "a run has trees if its data.attention is tree"),
+        ("run.yaml", ("--trees",), "does not apply to a run (run.yaml)"),
         ("lengths.npy", ("--max-tokens", "600", "--trees"), "is not a local dataset PREFIX"),
         ("corpus", ("--max-tokens", "99", "--trees"), "tokens, and a micro batch has 99: trees"),
         (

@@ -138,7 +138,7 @@ class RemoteRows:
 
     def want(self, blocks: Blocks, *, copy: bool = False) -> set[Future[None]]:
         """Request missing blocks without waiting; return all requests that fetch them. ``copy``:
-        use the pool for copies in advance."""
+        use the thread pool that copies ahead of reads."""
         # If the cache has no size limit, a cached block is never evicted.
         unseen = blocks[~self._seen[blocks]] if self._cache.limit is None else blocks
         new = self._look(self._not_in_flight(unseen))
@@ -316,7 +316,7 @@ class RemotePair:
             return []
         urls = [f"{self.prefix}.{name}.col" for name in entries]
         objects = find_objects(urls)
-        # An upload removes the .idx first: if it is still the same, the columns were, too.
+        # An upload removes the .idx first: if it is unchanged, so were the columns.
         index = find_object(self.index_object.url)
         if index is None or index.version != self.index_object.version:
             raise FormatError(f"{self.prefix} was replaced after it was opened; open it again")

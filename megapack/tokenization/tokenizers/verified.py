@@ -10,8 +10,9 @@ A fixed sample cannot show that two implementations agree: of 740 random tokeniz
 166 differed on other texts. So gigatoken runs a tokenizer only if its model, normalizer and
 pre-tokenizer are on a list of combinations that property tests compare
 (tests/tokenization/tokenizers/test_equal_ids.py). Added tokens cannot affect a document that
-contains none of them; a document with one goes to the reference, except for plain added tokens: no
-flags, no overlap with another. For these, gigatoken was verified, because chats contain many.
+contains none of them; a document with one goes to the reference. Plain added tokens (without flags,
+without overlap with another one) are the exception: chats contain many, so gigatoken was verified
+for them.
 """
 
 from __future__ import annotations
