@@ -68,15 +68,15 @@ class Source:
     """Shards ``[first, last)`` of a shard manifest, so that shards added later can be a
     separate source; None: all."""
     weight: float | None = None
-    """Share of the tokens seen in training; None for all sources: by their sizes. 0: not drawn
-    until a stage gives the source another weight."""
+    """Share of the tokens seen in training; None for all sources: in proportion to their sizes. A
+    weight of 0: not drawn until a stage gives the source another weight."""
     max_epochs: float | None = None
     """``max_epochs`` of this source; None: ``BlendConfig.max_epochs``."""
     name: str | None = None
     """Name in stages and reports; None: the prefix, or the shard manifest."""
     labels: Literal["auto", "none"] = "auto"
     """``auto``: the labels are the column ``labels`` of the documents, if there is one; ``none``:
-    every token has its label."""
+    labels are the next tokens."""
     token_weights: Literal["auto", "none"] = "auto"
     """``auto``: the factors on the loss of each token are the column ``weights``, if there is one;
     ``none``: 1 for all."""
@@ -201,8 +201,9 @@ class Stage:
     skip_steps: int = 0
     """Skip exactly the samples that steps ``from_step`` to ``from_step + skip_steps - 1`` draw in
     the run without this skip. Other stages may begin among these steps; the settings of this stage
-    apply to them. Once step ``from_step`` is taken, a resume refuses new stages among them: they
-    would change what was skipped. The samples count as seen and return in the next epoch."""
+    apply to them. Once step ``from_step`` is taken, a resume refuses new stages within this range,
+    because they would change what was skipped. The samples count as seen and return in the next
+    epoch."""
     exclude: dict[str, str] | None = None
     """Source name -> file of document ids (.npy of integers, or text with one per line) to mask
     until the end of the run (``megapack.data.sources``)."""
@@ -274,9 +275,9 @@ class BlendConfig:
     """Most epochs of a source; a run with more is refused. None: no limit. With ``run_tokens``,
     the weights of sources at their limit are lowered instead, in favor of the others."""
     run_tokens: int | None = None
-    """Tokens of the whole run, steps x tokens_per_step, for which weights keep to ``max_epochs``
-    (``megapack.data.program.within_epochs``); with equal weights this is UniMax. Later tokens use
-    the weights as written."""
+    """Tokens of the whole run, steps x tokens_per_step, within which the weights respect
+    ``max_epochs`` (``megapack.data.program.within_epochs``); with equal weights this is UniMax.
+    Later tokens use the weights as written."""
     stages: tuple[Stage, ...] = ()
     """Changes at later steps, in order."""
     attention_window: int | None = None
@@ -374,7 +375,8 @@ class Mixture:
     max_epochs: float | Sequence[float | None] | None = None
     """Most epochs of a source, one for all or one per source; None: no limit."""
     run_tokens: int | None = None
-    """Tokens for which weights keep to ``max_epochs``; None: a run above that limit is refused."""
+    """Tokens within which weights respect ``max_epochs``; None: a run above that limit is
+    refused."""
     loss_weights: Sequence[float] | None = None
     """Factors on the loss of every source's labels; None: 1 for all."""
     loss: Loss = "token_mean"

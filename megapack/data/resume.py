@@ -293,8 +293,8 @@ def content_digests(data: PackedDataset) -> dict[str, list[Any]]:
     """Return digests of the bytes of tokens and columns that every source reads, from at most 64
     evenly spaced shards of each.
 
-    The keys are the source's number and the fingerprint of its samples, with the name of a column:
-    those that two runs have in common must have the same bytes.
+    A key consists of the source's number, the fingerprint of its samples and, for a column, its
+    name. If two runs have a key in common, the bytes must be the same.
     """
     digests: dict[str, list[Any]] = {}
     names = (*INTERPRETED, *data.columns)

@@ -362,8 +362,9 @@ class SampleIndex(WithRoom):
         return _core.label_tokens(*self.segment_arrays(), self._check_lengths(document_lengths))
 
     def attention_cost(self) -> NDArray[np.int64]:
-        """Return the attention work of each sample, int64 (num_samples,): the sum of segment length
-        squared; in trees, of the difference of squares of both ends (``segment_pairs``)."""
+        """Return the attention work of each sample, int64 (num_samples,): the sum of squared
+        segment lengths; in trees, the sum of end^2 - begin^2 over the segments
+        (``segment_pairs``)."""
         if self.has_trees:
             pairs = segment_pairs(self.segment_begin, self.segment_length)
             return np.diff(np.append(0, np.cumsum(pairs))[self.sample_segment_offsets])

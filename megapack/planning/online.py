@@ -210,8 +210,8 @@ class StepPlanner:
             saved = state["options"].get(name)
             if saved != value:
                 raise ResumeError(
-                    f"the state is of a planner with {name}={saved!r}, this one has {value!r}; the "
-                    "assignment of documents would change: use the same options"
+                    f"the state is from a planner with {name}={saved!r}, this one has {value!r}; "
+                    "the assignment of documents would change: use the same options"
                 )
         self._clear()
         self._ids, self._lengths = list(state["ids"]), list(state["lengths"])

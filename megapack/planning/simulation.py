@@ -208,7 +208,8 @@ def simulate_step(
     Args:
         linear_cost_tokens: tokens, as in ``StepPlan.cost``.
         exchange_cost_tokens: tokens; exchanging the keys and values of a token costs as much as
-            attention over so many tokens. Only the part beyond the micro batch's attention counts.
+            attention over this many tokens. Only the part beyond the micro batch's attention
+            counts.
 
     Raises:
         ValueError: the step was assigned to another number of ranks.

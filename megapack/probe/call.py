@@ -1,4 +1,4 @@
-"""Calls of a target with a batch: arguments, changed tokens, a head of few logits, counted labels.
+"""Call a target with a batch: choose arguments, change tokens, compute few logits, find labels.
 
 tokens   5 6 7 8 9      changed_batch: other ids in changed documents; labels that
 labels   6 7 _ 9 _      repeat tokens change with them
@@ -51,7 +51,7 @@ def is_compiled(target: Any) -> bool:
 
 
 def modules_of(target: Any) -> list[nn.Module]:
-    """Return the modules of a target; of a function, those that it refers to by name."""
+    """Return the modules of a target; for a function, those that it refers to by name."""
     if isinstance(target, nn.Module):
         return list(target.modules())
     function = inspect.unwrap(getattr(target, "_torchdynamo_orig_callable", target))

@@ -453,7 +453,7 @@ class Passes:
                 continue
             leak = partial(differ, places=places, allowed=allowed)
 
-            # Positions, which are integers, may differ: then their embedding begins to differ.
+            # Integer inputs (positions) may differ; then the difference begins in their embedding.
             first = (
                 (ours, theirs)
                 for ours, theirs in self.pairs(base, run)

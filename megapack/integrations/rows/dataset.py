@@ -307,7 +307,7 @@ class RowDataset(GatheredRows, Dataset[dict[str, Tensor]]):
 
 def _refuse_weights(what: str, option: str) -> NoReturn:
     raise ConfigError(
-        f"{what}, but a host that reads rows counts labels in whole numbers: set {option}: "
+        f"{what}, but a host that reads rows counts labels without weights: set {option}: "
         f"{'none' if option == 'token_weights' else 'token_mean'}, or train with megapack-pretrain "
         "or PackedTrainer"
     )

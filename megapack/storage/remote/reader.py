@@ -57,8 +57,8 @@ _MAP_NORESERVE = 0x4000  # Linux; mmap.MAP_NORESERVE needs Python 3.13
 
 
 class RemoteRows:
-    """Rows of equal width in one remote object, which may be longer: tokens (1-D) or a column.
-    Slices and single rows are fetched, checked and copied. Read ``mapped`` only within
+    """Rows of equal width in one remote object, which may have more bytes: tokens (1-D) or a
+    column. Slices and single rows are fetched, checked and copied. Read ``mapped`` only within
     ``read_consistently``.
 
     ``chunks`` are the cached blocks of the object, ``checksums`` those of its blocks (None:
@@ -303,7 +303,7 @@ class RemotePair:
         objects = self.column_objects(entries)
         for (name, entry), column in zip(entries.items(), objects, strict=True):
             file_name, spec = split_address(column.url)[1], entry.spec
-            # An entry for each version, also if another tool replaced only this object.
+            # Each version gets its own cache entry, even if another tool replaced only this object.
             chunks = Chunks(self.cache.entry(file_name, self.prefix, column) / file_name)
             shape = (entry.bytes // spec.row_bytes, *spec.shape)
             rows = RemoteRows(column, chunks, self.sums_of(column), spec.numpy_dtype, shape)

@@ -91,9 +91,9 @@ Coder = Callable[[TextBlock, Faults], Coded]
 
 @dataclass(frozen=True)
 class TextCoder:
-    """Tokenizes plain text. ``controls`` are the ids of the special tokens to count, ``values``
-    readers of the values of ``TextBlock.values`` by name. ``reference`` encodes ``verify_fraction``
-    of the documents again; ``code`` raises DataError if the ids differ."""
+    """Tokenizes plain text. ``controls`` are the ids of the special tokens to count. ``values``
+    maps names to functions that read ``TextBlock.values``. ``reference`` encodes
+    ``verify_fraction`` of the documents again; ``code`` raises DataError if the ids differ."""
 
     encoder: Encoder
     frame: Frame

@@ -206,8 +206,8 @@ def _require_spaces(
 # ---- Added tokens -------------------------------------------------------------------------------
 
 _FLAGS = ("single_word", "lstrip", "rstrip")
-# ASCII characters that NFC writes for others (U+037E, U+1FEF, U+212A), and the space, which other
-# normalizers replace. A text may contain a token with one of these only after normalization.
+# ASCII characters that NFC substitutes for others (U+037E, U+1FEF, U+212A), and the space, which
+# other normalizers replace. A text may contain a token with one of these only after normalization.
 _MADE_BY_NORMALIZERS = frozenset(" ;`K")
 
 
