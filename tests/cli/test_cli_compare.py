@@ -378,7 +378,7 @@ def test_context_parallel_samples_run_on_groups_of_ranks(folder: Path) -> None:
         ),
         ("lengths.npy", ("--max-tokens", "600", "--context", "3"), "context_parallel is 3"),
         ("run.yaml", ("--max-tokens", "600"), "defines the size of a step"),
-        ("run.yaml", ("--trees",), "does not apply to a run (run.yaml)"),
+        ("run.yaml", ("--trees",), "--trees does not apply to a run ("),
         ("lengths.npy", ("--max-tokens", "600", "--trees"), "is not a local dataset PREFIX"),
         ("corpus", ("--max-tokens", "99", "--trees"), "tokens, and a micro batch has 99: trees"),
         (
