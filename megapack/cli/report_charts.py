@@ -54,7 +54,7 @@ class RunLog:
     """Lines of ``log.jsonl`` as columns.
 
     Attributes:
-        sources: name -> (rows, losses, label tokens), by descending number of label tokens.
+        sources: name -> (rows, losses, label tokens), by falling number of label tokens.
         ranks: per printed log line: step, forward and waiting times of ranks.
         skipped: steps whose update was skipped.
         not_finite: steps whose loss is not finite.
@@ -112,7 +112,7 @@ class RunLog:
 
 
 class Bins:
-    """At most ``at_most`` groups of consecutive ascending steps (N,), each of four or more if
+    """At most ``at_most`` groups of consecutive steps (N,), rising, each of four steps or more if
     possible; a group is one point of a curve. ``steps``: (B,) middle of every group."""
 
     def __init__(self, steps: Floats, at_most: int = NUM_BINS) -> None:
@@ -290,7 +290,7 @@ def loss(facts: RunFacts) -> Chart:
         top, bottom = (f(x, *(v["loss"] for v in valid)) for f, x in ((max, top), (min, bottom)))
     room = 0.08 * (top - bottom or 1.0)
     chart.axes.set_ylim(bottom - room, top + room)
-    # Invisible bars over the whole height show the values of a group on hover.
+    # Invisible bars over the whole height show the values of each group at the mouse.
     width = (steps[-1] - steps[0] + 1) / bins.num
     for x, mean, least, most in zip(bins.steps, means, low, high, strict=True):
         tall = top - bottom + 2 * room
@@ -443,7 +443,7 @@ def waste(facts: RunFacts) -> Chart:
 
 def utilization(facts: RunFacts) -> Chart:
     """Model FLOPs utilization."""
-    names = {"mfu": "attention inside documents", "naive_mfu": "each sample as one document"}
+    names = {"mfu": "attention inside documents", "naive_mfu": "every sample one document"}
     return _columns(facts, "% of the device's peak", names, 100.0)
 
 
@@ -467,7 +467,7 @@ def gradients(facts: RunFacts) -> Chart:
     chart.axes.fill_between(bins.steps, low, high, color=LIGHT["blue0"], lw=0)
     curve(chart, bins, np.maximum(norms, 1e-12), BLUE)
     chart.axes.set_yscale("log")
-    chart.axes.locator_params(axis="y", subs=(1, 2, 5))  # also ticks within a decade
+    chart.axes.locator_params(axis="y", subs=(1, 2, 5))  # a tick within a decade, too
     chart.axes.minorticks_off()
     chart.axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     chart.axes.set_ylabel("gradient norm")
