@@ -40,7 +40,7 @@ from megapack.training.engine.directory import RunDirectory, read_jsonl
 from megapack.training.proxy import BLEND, RUN, Proxy, explicit, write_config
 
 Floats = NDArray[np.float64]
-TRIAL = "mixture.json"
+TRIAL, RUN_FOLDER = "mixture.json", "run"  # in the folder of a trial
 _SMALLEST = 1e-5  # weight of a source in a design: sources of weight 0 would leave the program
 _FEWEST = 4  # trials of a regression
 _CANDIDATES, _BEST, _RESAMPLES = 20_000, 100, 200
@@ -143,7 +143,7 @@ def measured(folder: Path, settings: str | None = None) -> Evidence | None:
     """Return the losses at the last step of the trial in a folder; None if it has other settings or
     has not ended."""
     record = read_record(TrialRecord, folder / TRIAL, remedy="remove its folder")
-    log = RunDirectory(folder / "run").evaluation
+    log = RunDirectory(folder / RUN_FOLDER).evaluation
     if settings not in (None, record.settings) or not log.exists():
         return None
     last = [line for line in read_jsonl(log) if line["step"] == record.num_steps]
@@ -205,7 +205,7 @@ def trials_of(folder: Path, proxy: Proxy, rows: Sequence[Sequence[float]]) -> li
         trials.append(
             Trial(
                 folder=trial_folder,
-                config=replace(config, run_dir=str(trial_folder / "run"), data=data),
+                config=replace(config, run_dir=str(trial_folder / RUN_FOLDER), data=data),
                 blend=replace(blend, sources=tuple(sources), stages=tuple(stages)),
                 record=TrialRecord(
                     settings=settings,

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import shutil
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +16,8 @@ import numpy as np
 import pytest
 import yaml
 from commands import build, printed
+from patience import PATIENCE, wait_until
+from programs import started, tell
 
 from megapack.errors import ConfigError, DataError
 from megapack.packing import pack
@@ -202,6 +208,137 @@ def test_a_real_run_is_evidence(blend: Path) -> None:
     assert losses.keys() == set(NAMES) and all(2 < loss < 12 for loss in losses.values())
     assert len((folder / "run" / "log.jsonl").read_text().splitlines()) == 5
     assert json.loads(printed(*command, "--json"))["trials"] == facts["trials"]
+
+
+def started_command(folder: Path, *options: object, tries: str = "tries") -> subprocess.Popen[str]:
+    """Start `megapack-build mixtures` as a process of its own group."""
+    words = ["mixtures", folder / "run.yaml", folder / tries, "--scale", "1/4", *options]
+    command = [sys.executable, "-m", "megapack.cli.main", *map(str, words)]
+    return subprocess.Popen(command, stdout=-1, stderr=-1, text=True, start_new_session=True)
+
+
+def finish(process: subprocess.Popen[str]) -> Any:
+    stdout, stderr = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, stderr
+    return json.loads(stdout)
+
+
+@pytest.mark.multiprocess
+def test_command_killed_while_a_run_trains_resumes_to_the_same_losses(blend: Path) -> None:
+    """kill -9 of the command ends the run that it started; repeated at once, it waits for the end
+    of that run, and resumes it."""
+    tree = yaml.safe_load((blend / "run.yaml").read_text())
+    tree["checkpoint"] = {"every": 20, "export": False}
+    (blend / "run.yaml").write_text(yaml.safe_dump(tree))
+    options = ("--number", 1, "--run", "--workers", 1, "--json")
+    process = started_command(blend, *options)
+    calm = started_command(blend, *options, tries="calm")
+
+    def trains() -> bool:
+        assert process.poll() is None, process.communicate()
+        return any((blend / "tries").glob("*/run/checkpoints/step_*/manifest.json"))
+
+    wait_until(trains)
+    process.kill()
+    process.communicate()
+    [resumed] = finish(started_command(blend, *options))["trials"]
+    [undisturbed] = finish(calm)["trials"]
+    run, other = (Path(t["command"][-1]).parent / "run" for t in (resumed, undisturbed))
+    assert len((run / "starts.jsonl").read_text().splitlines()) == 2
+    losses = [[(line["step"], line["loss"]) for line in log_of(each)] for each in (run, other)]
+    assert [step for step, _ in losses[0]] == list(range(80)) and losses[0] == losses[1]
+    assert resumed["losses"] == undisturbed["losses"]
+
+
+def log_of(run: Path) -> list[Any]:
+    return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+
+
+# A trainer that sleeps: it writes its process id to a file.
+SLEEPER = """
+import os, pathlib, sys, time
+pathlib.Path(sys.argv[-1]).with_name("pid").write_text(str(os.getpid()))
+time.sleep(600)
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=["kill", "ctrl-c"])
+def test_runs_end_with_the_command(blend: Path, number: int) -> None:
+    (blend / "sleeper.py").write_text(SLEEPER)
+    launch = ("--launch", f"{sys.executable} {blend / 'sleeper.py'}")
+    process = started_command(blend, *launch, "--number", 2, "--run", "--workers", 2)
+
+    def trainers() -> list[int]:
+        texts = [path.read_text() for path in (blend / "tries").glob("*/pid")]
+        return [int(text) for text in texts if text]
+
+    wait_until(lambda: len(trainers()) == 2)
+    os.kill(process.pid, number)
+    process.communicate(timeout=PATIENCE)
+    try:
+        wait_until(lambda: not any(Path("/proc", str(pid)).exists() for pid in trainers()))
+    finally:
+        for pid in trainers():
+            if Path("/proc", str(pid)).exists():
+                os.kill(pid, signal.SIGKILL)
+
+
+# Another command that trains the runs of all trials: it holds the locks, and writes the losses.
+OTHER = """
+import json, sys
+from pathlib import Path
+from megapack.storage.locks import WriterLock
+runs = [path.parent / "run" for path in Path(sys.argv[1]).glob("*/mixture.json")]
+locks = [WriterLock(run, what="training") for run in runs]
+print("ready", flush=True)
+sys.stdin.readline()
+for run in runs:
+    run.mkdir()
+    losses = {"step": 80, "source_loss": {"web": 1.0}}
+    (run / "evaluation.jsonl").write_text(json.dumps(losses) + chr(10))
+"""
+
+
+@pytest.mark.multiprocess
+def test_command_waits_for_a_run_of_another_command(blend: Path) -> None:
+    """It does not start the run again if the other command finishes it."""
+    launch = ("--launch", f"{sys.executable} {blend / 'trainer.py'}", "--number", 1)
+    assert finish(started_command(blend, *launch, "--json"))["trials"][0]["losses"] is None
+    other = started(OTHER, blend / "tries")
+    process = started_command(blend, *launch, "--run", "--workers", 1, "--json")
+    assert process.stderr is not None
+    assert "being written by process" in process.stderr.readline()
+    tell(other)
+    assert finish(process)["trials"][0]["losses"] == {"web": 1.0}
+    assert not list(blend.glob("tries/*/starts"))
+    other.communicate("")
+
+
+@pytest.mark.multiprocess
+def test_command_killed_while_it_writes_the_set_leaves_whole_files(blend: Path) -> None:
+    """Every file has its final content or is missing, and the repeated command writes the rest."""
+    tries = blend / "tries"
+
+    def files() -> dict[str, bytes]:
+        paths = [path for path in tries.rglob("*") if path.is_file() and ".tmp-" not in path.name]
+        return {str(path.relative_to(tries)): path.read_bytes() for path in paths}
+
+    finish(started_command(blend, "--number", 60, "--json"))
+    whole = files()
+    shutil.rmtree(tries)
+    def kill_after(num_files: int) -> None:
+        process = started_command(blend, "--number", 60, "--json")
+        wait_until(lambda: process.poll() is not None or len(files()) >= num_files)
+        process.kill()
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL
+
+    for num_files in (1, 5, 90):
+        kill_after(num_files)
+        assert files().items() < whole.items()
+    finish(started_command(blend, "--number", 60, "--json"))
+    assert files() == whole
 
 
 def test_renamed_and_added_sources_keep_the_evidence(blend: Path) -> None:
