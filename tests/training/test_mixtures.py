@@ -62,6 +62,11 @@ def test_designs() -> None:
         NAMES, PRIOR, [{"web": 3, "math": 1}, {"web": 6, "code": 3, "math": 1}], number=0
     )
     assert [round(weight, 3) for weight in listed[1]] == [0.75, 0, 0.25] and len(listed) == 2
+    for kind in ("dirichlet", "one"):  # a source of weight 0 keeps it, others are above 0
+        without = np.array(design(NAMES, [0.7, 0, 0.3], kind, number=50, concentration=0.01))
+        assert len(without) > 2 and not without[:, 1].any() and without[:, [0, 2]].all()
+    [_, listed] = design(NAMES, [0.7, 0, 0.3], [{"code": 1}], number=0)
+    assert listed == (0, 1, 0)
     for wrong, message in (
         ({"maths": 1}, r"unknown source 'maths'; did you mean 'math'\?"),
         ({"web": -1}, "web is -1; it must be at least 0"),
@@ -108,6 +113,15 @@ def test_evidence_survives_an_added_source_and_an_added_held_out_set() -> None:
         propose(old, more, more, [0.25] * 4, limits=[1.0] * 4)  # no trial scored "chat"
     with pytest.raises(DataError, match="raise it, or add data"):
         propose(old, NAMES, NAMES, PRIOR, limits=[0.1] * 3)
+
+
+def test_a_source_that_no_run_draws_has_weight_0_in_the_proposal() -> None:
+    """Its held-out loss does not depend on its weight."""
+    prior = [0.7, 0, 0.3]
+    rows = design(NAMES, prior, "dirichlet", number=12, seed=6)
+    found = propose(evidence(rows), NAMES, NAMES, prior, limits=[1.0] * 3)
+    assert found.weights[1] == found.low[1] == found.high[1] == 0
+    assert np.allclose(found.weights, [0.5, 0, 0.5], atol=0.1) and found.rank_correlation > 0.9
 
 
 def test_noise_widens_the_intervals_and_lowers_the_rank_correlation() -> None:
@@ -221,6 +235,45 @@ def finish(process: subprocess.Popen[str]) -> Any:
     stdout, stderr = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, stderr
     return json.loads(stdout)
+
+
+def test_sources_of_weight_0_are_not_drawn_and_their_documents_are_scored(blend: Path) -> None:
+    """Mixtures without a source, without stages; a source without weight and held-out documents
+    is not part of the run. The real trainer, audit and report."""
+    tree = yaml.safe_load((blend / "blend.yaml").read_text())
+    del tree["stages"], tree["sources"][2]["valid_prefix"]
+    (blend / "blend.yaml").write_text(yaml.safe_dump(tree))
+    (blend / "mixtures.yaml").write_text("mixtures: [{web: 1}]")
+    command = ("mixtures", blend / "run.yaml", blend / "tries", "--scale", "1/64", "--json")
+    options = ("--design", blend / "mixtures.yaml", "--part", "1/2", "--run")
+    trial = json.loads(printed(*command, *options))["trials"][1]
+    assert trial["weights"] == [1, 0, 0] and trial["losses"].keys() == {"web", "code"}
+    run = Path(trial["command"][-1]).parent / "run"
+    audit = json.loads(printed("audit", run, "--json"))
+    assert {s["name"]: s["epochs"] for s in audit["sources"]}["code"] == 0
+    assert "code" in (printed("report", run), (run / "report.html").read_text())[1]
+
+
+def test_a_source_of_weight_0_in_a_stage_keeps_it(blend: Path) -> None:
+    """In the proxy and in every mixture, which change only the other sources."""
+    write_blend(blend, {"web": 0.6, "code": 0.4, "math": 0})
+    planned = json.loads(printed("proxy", blend / "run.yaml", blend / "p", "--scale", "1/4", "--json"))
+    assert planned["sources"][2]["epochs"][0] == planned["sources"][2]["of_epochs"][0] == 0
+    prepared = tried(blend, "--number", 3)
+    assert [trial["weights"][2] for trial in prepared["trials"]] == [0] * 3
+    for trial in prepared["trials"]:
+        run = yaml.safe_load(Path(trial["command"][-1]).read_text())
+        mixture = yaml.safe_load(Path(run["data"]["blend"]).read_text())
+        assert mixture["sources"][2]["weight"] == 0 and mixture["stages"][0]["weights"]["math"] == 1
+    (blend / "mixtures.yaml").write_text("mixtures: [{web: 1}, {code: 1}, {web: 1, code: 1}]")
+    done = tried(blend, "--design", blend / "mixtures.yaml", "--run", "--workers", 1)
+    assert done["proposal"]["weights"][2] == done["proposal"]["high"][2] == 0
+    tree = yaml.safe_load((blend / "blend.yaml").read_text())
+    tree["stages"][0]["weights"] = {"code": 1}
+    (blend / "blend.yaml").write_text(yaml.safe_dump(tree))
+    command = ("mixtures", blend / "run.yaml", blend / "tries", "--scale", "1/4")
+    wrong = printed(*command, "--design", blend / "mixtures.yaml", status=2)
+    assert "mixture of the design gives 0 (code): give one of them a weight" in wrong
 
 
 @pytest.mark.multiprocess
