@@ -56,8 +56,8 @@ def design(
     concentration: float = 1.0,
     seed: int = 0,
 ) -> list[tuple[float, ...]]:
-    """Return mixtures, each with a weight per source and a sum of 1; the first is the prior. Sources
-    to which the prior gives 0 have 0 in all but listed mixtures.
+    """Return mixtures, each with a weight per source and a sum of 1; the first is the prior. A
+    source to which the prior gives 0 has 0 in all but listed mixtures.
 
     Args:
         kind: ``dirichlet``: random around the prior; ``one``: the prior with one source at twice

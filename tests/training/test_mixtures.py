@@ -257,7 +257,9 @@ def test_sources_of_weight_0_are_not_drawn_and_their_documents_are_scored(blend:
 def test_a_source_of_weight_0_in_a_stage_keeps_it(blend: Path) -> None:
     """In the proxy and in every mixture, which change only the other sources."""
     write_blend(blend, {"web": 0.6, "code": 0.4, "math": 0})
-    planned = json.loads(printed("proxy", blend / "run.yaml", blend / "p", "--scale", "1/4", "--json"))
+    planned = json.loads(
+        printed("proxy", blend / "run.yaml", blend / "p", "--scale", "1/4", "--json")
+    )
     assert planned["sources"][2]["epochs"][0] == planned["sources"][2]["of_epochs"][0] == 0
     prepared = tried(blend, "--number", 3)
     assert [trial["weights"][2] for trial in prepared["trials"]] == [0] * 3
@@ -380,6 +382,7 @@ def test_command_killed_while_it_writes_the_set_leaves_whole_files(blend: Path) 
     finish(started_command(blend, "--number", 60, "--json"))
     whole = files()
     shutil.rmtree(tries)
+
     def kill_after(num_files: int) -> None:
         process = started_command(blend, "--number", 60, "--json")
         wait_until(lambda: process.poll() is not None or len(files()) >= num_files)
