@@ -10,6 +10,7 @@ most ``NUM_BINS`` groups of consecutive steps, so the page does not grow with th
 from __future__ import annotations
 
 import json
+import math
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -45,7 +46,7 @@ _TIME_MEANS = [
 ]
 _FIELDS = (
     *("step", "loss", "grad_norm", "lr", "tokens_seen", "seconds", "capacity", "label_tokens"),
-    *("imbalance", "padding", "memory_gib"),
+    *("imbalance", "padding", "second_padding", "memory_gib"),
     *_TIME_MEANS,
 )
 
@@ -436,8 +437,10 @@ def throughput(facts: RunFacts) -> Chart:
 
 
 def waste(facts: RunFacts) -> Chart:
-    """Padding, and the time in which the first rank waited for batches."""
+    """Padding of both capacities, and the time in which the first rank waited for batches."""
     names = {"data_wait_share": "waited for data", "padding": "padding"}
+    if not math.isnan(facts.log.recent("second_padding", 1.0)):
+        names["second_padding"] = "second padding"
     return _columns(facts, "%", names, 100.0)
 
 
