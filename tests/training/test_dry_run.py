@@ -287,8 +287,8 @@ def test_work_of_a_step_has_the_padding_of_second_capacities() -> None:
     """Of the samples of a step whose source has them."""
     lengths, images = np.tile([3, 5, 4, 9, 2], 40), np.tile([2, 0, 1, 3, 1], 40)
     one = pack(lengths, buckets=[8, 16], second=images, second_capacity=[3, 6])
-    plain = pack(lengths, buckets=[8, 16])
-    schedule, alone = Schedule([one, plain], tokens_per_step=64), Schedule(plain, tokens_per_step=64)
+    other = pack(lengths, buckets=[8, 16])
+    schedule, alone = (Schedule(s, tokens_per_step=64) for s in ([one, other], other))
     flops = ModelFlops(**{field.name: 1 for field in fields(ModelFlops)})
     held = second_per_sample(one)
     for number in range(12):
