@@ -216,8 +216,10 @@ SHARED: dict[str, dict[str, Any]] = {
 
 
 # Options of every packing strategy.
-PACKING = ("--groups", "--seed", "--threads", "--alignment", "--fim-room")
-PACKING += ("--second", "--second-capacity")
+PACKING = (
+    *("--groups", "--seed", "--threads", "--alignment", "--fim-room"),
+    *("--second", "--second-capacity"),
+)
 
 
 def check_second_options(args: argparse.Namespace) -> None:
