@@ -91,7 +91,9 @@ def parse_case(
     *,
     buckets: Sequence[int],
     capacities: Sequence[int],
-    **common: Any,
+    alignment: int = 1,
+    fim_room: int = 0,
+    second_capacity: tuple[int, ...] | None = None,
 ) -> list[Case]:
     """Read ``NAME[@CAPACITY[+CAPACITY...]][:KEY=VALUE[,KEY=VALUE...]]``.
 
@@ -99,7 +101,7 @@ def parse_case(
         text: for instance ``bucket``, ``concat@4096``, ``seamless@2048:preset=paper,last=drop``.
         buckets: default capacities of a bucket strategy.
         capacities: default capacities of a fixed-length strategy, which makes one case of each.
-        common: alignment, fim_room and second_capacity, as in ``pack``.
+        alignment, fim_room, second_capacity: as in ``pack``.
 
     Raises:
         ConfigError: the text does not have this form, the strategy or a parameter is unknown, or
@@ -120,7 +122,8 @@ def parse_case(
         chosen = [(name, tuple(sorted(buckets)))]
     else:
         chosen = [(f"{name}@{capacity}", (capacity,)) for capacity in capacities]
-    common |= {"strategy": name, "parameters": parameters}
+    common: dict[str, Any] = {"strategy": name, "parameters": parameters, "alignment": alignment}
+    common |= {"fim_room": fim_room, "second_capacity": second_capacity}
     return [Case(label=label + suffix, buckets=sizes, **common) for label, sizes in chosen]
 
 
@@ -142,7 +145,12 @@ def _parse_parameters(text: str, whole: str) -> dict[str, Any]:
 
 
 def default_cases(
-    *, buckets: Sequence[int], capacities: Sequence[int], **common: Any
+    *,
+    buckets: Sequence[int],
+    capacities: Sequence[int],
+    alignment: int = 1,
+    fim_room: int = 0,
+    second_capacity: tuple[int, ...] | None = None,
 ) -> tuple[list[Case], dict[str, str]]:
     """Return every strategy with its default parameters; arguments of ``parse_case``.
 
@@ -156,7 +164,14 @@ def default_cases(
     left_out: dict[str, str] = {}
     for name in STRATEGIES:
         try:
-            cases += parse_case(name, buckets=buckets, capacities=capacities, **common)
+            cases += parse_case(
+                name,
+                buckets=buckets,
+                capacities=capacities,
+                alignment=alignment,
+                fim_room=fim_room,
+                second_capacity=second_capacity,
+            )
         except ConfigError as error:
             left_out[name] = str(error)
     if not cases:
