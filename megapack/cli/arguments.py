@@ -177,6 +177,16 @@ SHARED: dict[str, dict[str, Any]] = {
         "help": "leave room for N more tokens per whole document: fill-in-the-middle inserts 3 or "
         "4 sentinels, and more tokens where it cuts between characters (default: 0)",
     },
+    "--second": {
+        "metavar": "COLUMN",
+        "help": "second size of each document (images, frames, bytes), which buckets limit, too: "
+        "a column of integers, summed over each document, or a .npy with a number per document",
+    },
+    "--second-capacity": {
+        "type": limits,
+        "metavar": "N[,N...]",
+        "help": "largest sum of second sizes in a sample: one number, or one per bucket",
+    },
     "--set": {
         "action": "append",
         "default": [],
@@ -206,7 +216,25 @@ SHARED: dict[str, dict[str, Any]] = {
 
 
 # Options of every packing strategy.
-PACKING = ("--groups", "--seed", "--threads", "--alignment", "--fim-room")
+PACKING = (
+    *("--groups", "--seed", "--threads", "--alignment", "--fim-room"),
+    *("--second", "--second-capacity"),
+)
+
+
+def check_second_options(args: argparse.Namespace) -> None:
+    """Raise ConfigError if only one of both options for second sizes is given."""
+    if args.second is not None and args.second_capacity is None:
+        raise ConfigError(
+            f"--second {args.second} needs --second-capacity: the largest sum of these sizes in a "
+            "sample"
+        )
+    if args.second is None and args.second_capacity is not None:
+        limit = ",".join(map(str, args.second_capacity))
+        raise ConfigError(
+            f"--second-capacity {limit} needs --second: the size of each document, as a column or "
+            "a .npy"
+        )
 
 
 def add_shared(parser: Arguments, *names: str, help: str = "", **changes: Any) -> None:

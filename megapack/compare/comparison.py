@@ -230,6 +230,7 @@ class Comparison:
         planned: steps planned by documents; empty if they were not requested.
         left_out: label -> why it was not compared.
         grouped_by: value of --groups; None: no groups.
+        second_by: value of --second; None: no second sizes.
     """
 
     corpus: Corpus
@@ -242,6 +243,7 @@ class Comparison:
     left_out: dict[str, str]
     recommendation: Recommendation
     grouped_by: str | None = None
+    second_by: str | None = None
 
 
 @checked_call
@@ -260,6 +262,8 @@ def compare(
     left_out: Mapping[str, str] | None = None,
     groups: NDArray[np.int64] | None = None,
     grouped_by: str | None = None,
+    second: NDArray[np.int64] | None = None,
+    second_by: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Comparison:
     """Pack the same lengths in every case, and evaluate the results.
@@ -273,8 +277,8 @@ def compare(
         tokens_per_rank: tokens of one rank in one step.
         micro_batch_tokens: tokens of one rank in one micro batch, to plan steps by documents, too;
             None: do not plan them.
-        seed, threads, groups: passed to ``pack``.
-        left_out, grouped_by: as in ``Comparison``.
+        seed, threads, groups, second: passed to ``pack``.
+        left_out, grouped_by, second_by: as in ``Comparison``.
         progress: called with (work done, all work) a few times a second while packing.
 
     Raises:
@@ -307,6 +311,8 @@ def compare(
             seed=seed,
             threads=threads,
             groups=groups,
+            second=second,
+            second_capacity=case.second_capacity,
             progress=progress and partial(_report_case, progress, position, len(cases)),
             **case.parameters,
         )
@@ -341,6 +347,7 @@ def compare(
         left_out=excluded,
         recommendation=recommend(evaluations, run.attention),
         grouped_by=grouped_by,
+        second_by=second_by,
     )
 
 

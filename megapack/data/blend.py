@@ -69,7 +69,8 @@ class Source:
     separate source; None: all."""
     weight: float | None = None
     """Share of the tokens seen in training; None for all sources: in proportion to their sizes. A
-    weight of 0: not drawn until a stage gives the source another weight."""
+    weight of 0: not drawn until a stage gives the source another weight; its held-out documents are
+    evaluated anyway."""
     max_epochs: float | None = None
     """``max_epochs`` of this source; None: ``BlendConfig.max_epochs``."""
     name: str | None = None
@@ -304,10 +305,10 @@ class BlendConfig:
         if 0 < len(bare) < len(drawn):
             raise ConfigError(f"source {bare[0]!r} has no weight, but others do: give all or none")
         for source in self.sources:
-            if source.weight == 0 and not self.stages:
+            if source.weight == 0 and not self.stages and source.valid_prefix is None:
                 raise ConfigError(
-                    f"source {source.title!r} has weight 0 and no stage gives it another; leave it "
-                    "out to switch it off"
+                    f"source {source.title!r} has weight 0, no stage gives it another, and it has "
+                    "no valid_prefix to score; leave it out to switch it off"
                 )
 
     @property
@@ -322,6 +323,7 @@ class BlendConfig:
         return Mixture(
             weights=None if set(weights) == {None} else weights,
             names=[source.title for source in sources],
+            held_out=[source.valid_prefix is not None for source in sources],
             scores=[source.by_score for source in sources],
             loss_weights=[source.loss_weight for source in sources],
             fim=self.fim,
@@ -365,6 +367,8 @@ class Mixture:
     a stage changes its weight."""
     names: Sequence[str] | None = None
     """Names in stages and reports; None: the file names."""
+    held_out: Sequence[bool] | None = None
+    """Whether each source has held-out documents; only these may have weight 0 in every stage."""
     stages: Sequence[Stage] = ()
     """Changes at later steps."""
     decided: Sequence[Stage] = ()
