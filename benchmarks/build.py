@@ -12,9 +12,10 @@ set size of all processes of a command.
 - pool + megatron-core: preprocess_data.py's loop, rewritten: a pool of workers parses and encodes,
   one parent writes with megatron-core's IndexedDatasetBuilder.
 - ours: the whole command in a fresh process, from .jsonl to a .bin/.idx on disk (fsync included);
-  process start, loading the tokenizer, cold caches, checks and merge count. With "tokenizers" it
-  uses the same encoder as megatron-core's side. "beyond the first half" is the text of the second
-  half divided by the seconds that it adds to a command: the speed for a very large corpus.
+  this includes process start, loading the tokenizer, cold caches, checks and merge. With
+  "tokenizers" it uses the same encoder as megatron-core's side. "beyond the first half" is the text
+  of the second half divided by the seconds that it adds to a command: the speed for a very large
+  corpus.
 - reading: .jsonl to flat text in one thread, with megapack's parser and with orjson: whole files,
   and the same text in documents of 500 characters.
 
@@ -157,7 +158,7 @@ def start_megatron(tokenizer: str) -> None:
 
 
 def encode_megatron(line: str) -> tuple[list[int], list[int], int]:
-    """Return the ids of a JSON line, the list of its one length, and the characters of the line."""
+    """Return the ids of a JSON line, a list with their number, and the number of characters."""
     ids = _tokenizer.encode(json.loads(line)["text"], add_special_tokens=False).ids
     ids.append(0)
     return ids, [len(ids)], len(line)

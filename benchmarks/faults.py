@@ -9,8 +9,8 @@ is started again, as a scheduler does. "noticed" is the time until every rank th
 exited. "same samples" and "loss differs" compare the log, including repeated steps, with an
 undisturbed run.
 
-Every row has its limits: for megapack its defaults (``engine.heartbeat_timeout_seconds`` 300), for
-the plain loop DeepSpeed's (collectives wait for 30 minutes). Both are observed for 420 seconds; a
+Each side keeps its default timeouts: megapack's ``engine.heartbeat_timeout_seconds`` is 300; in the
+plain loop, DeepSpeed's collectives wait for 30 minutes. Both are observed for 420 seconds; a
 process that has not exited by then "waits on". That takes three quarters of an hour in all; QUICK=1
 sets heartbeat_timeout_seconds to 30 and observes for 120 seconds.
 

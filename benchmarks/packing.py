@@ -77,7 +77,7 @@ def trl_plan(lengths: Lengths, capacity: int) -> Callable[[], None]:
         calls = {"filter": lambda values, _: values, "take": stop}
         with patch.multiple(data_utils.pc, **calls), suppress(_PlannedError):
             data_utils._pack_bfd(table, capacity, "split")
-            raise RuntimeError("trl packs in another way now; this benchmark must follow")
+            raise RuntimeError("trl now packs in another way: update this benchmark")
 
     return plan
 

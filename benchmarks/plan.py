@@ -10,11 +10,12 @@ Whole documents (SFT, RL), with a limit on the tokens of a rank in a micro batch
 Documents that ranks may share (pretraining): web pages up to 131,072 tokens, 65,536 tokens per rank
 and step, limit 8,192.
 
-Columns (means over the steps): micro batches per rank, and how many exceed the minimum for the
-tokens; pairs of rank and micro batch above the limit, and without a document; length of the step
-divided by the ideal, if ranks synchronize at every micro batch, and if only once (a document of n
-tokens costs 24,576 n + n^2, shared 49,152 n + n^2); the former for the vision encoder's cost, and
-for attention alone; milliseconds.
+Columns (means over the steps): micro batches per rank, and how many of them exceed the minimum for
+the tokens; pairs of rank and micro batch that exceed the limit, and pairs without a document;
+duration of the step divided by the ideal, once with ranks that synchronize at every micro batch and
+once with ranks that synchronize at the end only (a document of n tokens costs 24,576 n + n^2,
+shared 49,152 n + n^2); the first of these two again for the vision encoder's cost, and for
+attention alone; milliseconds.
 
 Other projects' planners run from their checkouts, each in a separate process (two Megatrons cannot
 be imported into one); no code is copied. Environment variables name the checkouts: VERL, SLIME,
@@ -222,7 +223,7 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """Return all cases: three seeds of each, but consecutive steps of web pages."""
+    """Return all cases: three seeds of each; for web pages, consecutive steps."""
 
     def lognormal(generator: np.random.Generator, median: float, longest: int) -> Lengths:
         values = generator.lognormal(np.log(median), 0.9, 2048)

@@ -30,7 +30,7 @@ PAGE = """# Results of {title}
 {about}
 
 Written by `make bench-report` from {json}; summary: [results.md](../results.md).
-Read ratios rather than digits, and run the command on your own machine before you believe either.
+Compare ratios, not absolute numbers; before you rely on either, run the command on your machine.
 
 """
 

@@ -3,9 +3,9 @@
 python examples/tree_trl.py --method grpo
 python examples/tree_trl.py --method dpo
 
-Trains without and with trees, each in its own process, and prints the tokens that the model
-forwarded, without generation, processor seconds (except generation), the growth of memory, and how
-far parameters moved and differ after the last step.
+Trains without and with trees, each in its own process. Prints the tokens that the model forwarded
+and the processor seconds, both without generation; the growth of memory; how far the parameters
+moved, and how far those of the two runs differ after the last step.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def load_config(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -
         try:
             from_dict(cls, apply_overrides(tree, kept), where=where)
         except ConfigError as error:
-            # An error about --set means that a later override needs a removed one.
+            # An error about --set means that another override depends on a removed one.
             return str(error) != problem and not str(error).startswith("--set ")
         return True
 
@@ -200,8 +200,8 @@ def _refuse(problem: str, mark: Any) -> NoReturn:
 
 def _check_size(text: str) -> None:
     """Refuse values nested too deeply, and aliases that contain themselves or become too large."""
-    sizes: dict[str, int | None] = {}  # anchor -> values, with aliases expanded; None: not ended
-    unended: list[tuple[str | None, int]] = []  # anchor and values of the collections around
+    sizes: dict[str, int | None] = {}  # anchor -> values after expansion; None: still open
+    unended: list[tuple[str | None, int]] = []  # anchor, values of each open collection
     for event in yaml.parse(text, Loader=_SafeLoader):
         if isinstance(event, yaml.CollectionStartEvent):
             if len(unended) >= MAX_DEPTH:

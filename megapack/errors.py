@@ -18,8 +18,8 @@ from typing import Any
 
 
 def require(module: str, why: str, package: str | None = None) -> Any:
-    """Import an optional module of a ``package``; None: it has the module's name. Raises
-    MegapackError: ``why`` it is needed, how to install it."""
+    """Import an optional module. ``package`` is the name to install; None: that of the module.
+    Raises MegapackError, which says ``why`` the module is needed and how to install it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -1,4 +1,5 @@
-"""Connection to the model hub: ``hub_answers()`` takes a second; the client's retries a minute.
+"""Connection to the model hub: ``hub_answers()`` takes a second; retries of the client take a
+minute.
 
 HF_ENDPOINT=http://mirror:8080 HTTP_PROXY=proxy:3128    # -> connects to proxy, port 3128
 HF_ENDPOINT=http://mirror NO_PROXY=mirror               # -> connects to mirror, port 80
@@ -17,7 +18,7 @@ _PORTS = {"https": 443, "socks5": 1080, "socks5h": 1080}  # other schemes: 80
 
 
 def hub_answers() -> bool:
-    """Return whether the hub, or the proxy before it, accepts a connection within a second, or
+    """Return whether the hub, or the proxy in front of it, accepts a connection within a second, or
     within three if its first addresses do not answer."""
     if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE"):
         return False

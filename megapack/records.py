@@ -30,8 +30,8 @@ def parse_json(
     error: type[MegapackError] = FormatError,
 ) -> Any:
     """Return the content of a JSON text (bytes are UTF-8). Raises ``error`` if it is not valid JSON
-    or nested too deeply: a message from ``where``, the origin of the text, to ``remedy``, which is
-    called only then if it is a function."""
+    or nested too deeply. The message begins with ``where``, the origin of the text, and ends with
+    ``remedy``, a text or a function that returns it."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as problem:

@@ -44,7 +44,7 @@ std::tuple<std::int64_t, Numbers, Numbers, Numbers> plan_step_numpy(
             to_numpy(std::move(plan.degree)), to_numpy(std::move(plan.micro_batch))};
 }
 
-// Returns (sequences in sorted order, what each shares with the one before).
+// Returns (sequences in sorted order, number of tokens that each shares with the one before).
 template <typename T>
 std::tuple<Numbers, Numbers> sort_sequences_numpy(const Array<T>& items,
                                                   const Array<std::int64_t>& offsets) {

@@ -25,7 +25,8 @@ from megapack.attention.problem import AttentionNeeds, Backend, Forward, ScoreRu
 
 
 def _refusal(needs: AttentionNeeds, module: str, oldest: int, newest: int | None) -> str | None:
-    """Return why the kernel cannot be used; ``oldest`` and ``newest`` are major capabilities."""
+    """Return why the kernel cannot be used; ``oldest`` and ``newest`` bound the device's major
+    compute capability."""
     if needs.device.type != "cuda":
         return f"it runs on CUDA devices, not on {needs.device.type}"
     if needs.dtype not in (torch.float16, torch.bfloat16):

@@ -9,8 +9,8 @@ documents apart, for each way of passing boundaries.
     megapack-probe qwen3_next --boundaries cu_seqlens --dtype bfloat16 --json
 
 A tiny model with random weights is built from the configuration: a few layers of every kind, short
-windows and chunks, position thresholds of 32 tokens. Its row has documents shorter and longer than
-each of these. Nothing is downloaded for an architecture or a local path.
+windows and chunks, position thresholds of 32 tokens. The test row has documents shorter and longer
+than each of these sizes. Nothing is downloaded for an architecture or a local path.
 
 Exit status: 0 no leak; 1 a leak; 2 the command line is wrong; 3 every combination was refused.
 """
@@ -41,7 +41,7 @@ from megapack.hub import hub_answers
 from megapack.probe import LeakError, probe
 
 ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "megapack")
-LENGTHS = (41, 5, 23, 37)  # on both sides of every window, chunk and threshold of a tiny model
+LENGTHS = (41, 5, 23, 37)  # below and above every window, chunk and threshold of a tiny model
 THRESHOLD = 32  # position at which RoPE of a tiny model changes, if its type has a threshold
 
 
@@ -62,14 +62,15 @@ def _block_mask(row: Row) -> Tensor:
 WAYS: dict[str, Callable[[Row], dict[str, Any]]] = {
     # positions that restart, no mask: TRL's padding-free collator
     "position_ids": lambda row: {"position_ids": row.position_ids},
-    # the same and ends, for varlen kernels and recurrent layers: DataCollatorWithFlattening
+    # the same plus segment ends, for varlen kernels and recurrent layers: transformers'
+    # DataCollatorWithFlattening
     "cu_seqlens": lambda row: {
         **row.arguments(),
         "seq_idx": _numbers(row).int() - 1,
     },
-    # the same in a loop that leaves the model's use_cache on, as configurations have it
+    # the same, with use_cache left at True, the default of most configurations
     "position_ids and use_cache": lambda row: {"position_ids": row.position_ids, "use_cache": True},
-    # positions that restart, and a mask without padding, which collators add
+    # positions that restart, and the all-ones attention mask that some collators add
     "mask of ones": lambda row: {
         "position_ids": row.position_ids,
         "attention_mask": torch.ones_like(row.tokens),
@@ -113,11 +114,11 @@ def findings(
     dtype: torch.dtype = torch.float32,
 ) -> list[Combination]:
     """Probe a tiny model of a transformers configuration with every combination."""
-    register("eager")  # the kernel of "megapack" here; it has soft caps
+    register("eager")  # the kernel for "megapack" here, because it supports soft caps
     row, label = Row.of(_documents()), str(dtype).removeprefix("torch.")
     build = partial(_build, dtype)
     found: list[Combination] = []
-    reference: Any = None  # the tiny configuration and its model, once for all kernels
+    reference: Any = None  # the tiny configuration and its model, built once for all kernels
     for implementation in attention:
         try:
             with isolated(torch.device("cpu")):
@@ -125,7 +126,7 @@ def findings(
             model = build(reference[0], implementation)
             model.load_state_dict(reference[1].state_dict())
             model.train()
-        except Exception as error:  # transformers raises many types if it has none
+        except Exception as error:  # many types: the model may lack this kernel
             found += [
                 Combination(name, implementation, way, label, "refused", _first_line(error))
                 for way in boundaries
@@ -134,7 +135,7 @@ def findings(
         for way in boundaries:
             batch = {"input_ids": row.tokens, "use_cache": False, **WAYS[way](row)}
             if way == "4-D mask":
-                seen = batch["attention_mask"]  # to be added to scores, as transformers does
+                seen = batch["attention_mask"]  # transformers adds the mask to the scores
                 batch["attention_mask"] = (~seen).to(dtype) * torch.finfo(dtype).min
             verdict, detail = _verdict(model, batch, row)
             found.append(Combination(name, implementation, way, label, verdict, detail))
@@ -285,7 +286,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _table(title: str, found: Sequence[Combination]) -> str:
-    """Return a table with a row per way of boundaries and a column per implementation."""
+    """Return a table with one row per way of passing boundaries and one column per
+    implementation."""
     columns = list(dict.fromkeys(finding.attention for finding in found))
     rows = [["", *columns]]
     for way in dict.fromkeys(finding.boundaries for finding in found):

@@ -2,8 +2,8 @@
 
 - ``ScoreRule``: how scores become weights (scale, mask, window, soft cap, ALiBi).
 - ``TreeSegments``: the queries and keys of every node; a document is a tree of one node.
-- ``AttentionNeeds``: all that a model requires; every backend accepts or refuses one.
-- ``Backend``: a forward pass, its backward pass, and the needs that it refuses.
+- ``AttentionNeeds``: requirements of a model, which each backend accepts or refuses.
+- ``Backend``: a forward pass, its backward pass, and the reasons for which it refuses a model.
 
     alibi_slopes(4)  # -> 0.25, 0.0625, 0.015625, 0.00390625
 """
@@ -168,7 +168,7 @@ class Backend:
         name: value of ``model.attention_backend``; ``title``: name for messages.
         forward: ``(q, k, v, segments, rule)``, shapes as in ``varlen_attention``; returns the
             output ``[T, H, D]`` and the log-sum-exp ``[H, T]``. k and v have a row per entry of
-            ``kv_index``; masks are causal aligned to the end of a path.
+            ``kv_index``; causal masks are aligned to the end of a path.
         backward: ``(grad_out, forward, segments, rule)`` with a ``Forward``; returns the gradients
             of q, k and v. None: autograd differentiates ``forward``, which returns only the output
             and gets k and v in the order of q.

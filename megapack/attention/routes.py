@@ -80,8 +80,8 @@ class _Choice(TorchFunctionMode):
             if self.routes is not None:
                 if len(self.routes) != len(scores):
                     raise DataError(
-                        f"there are routes of {len(self.routes)} tokens, and the forward has "
-                        f"{len(scores)}: replay a batch with its own column"
+                        f"there are routes for {len(self.routes)} tokens, but the forward pass has "
+                        f"{len(scores)}: replay the routes that belong to this batch"
                     )
                 experts = _replaced(experts, self.routes)
                 result = _with_scores(scores, experts)
@@ -94,8 +94,8 @@ class _Choice(TorchFunctionMode):
 
 
 def _replaced(chosen: Tensor, recorded: Tensor) -> Tensor:
-    """Return the recorded numbers, but the chosen ones for tokens with a negative recorded number.
-    Both are (tokens, any width); the narrower one is repeated to the larger width."""
+    """Return the recorded numbers; where one is negative, return the chosen number instead. Both
+    are (tokens, any width); the narrower one is repeated to the larger width."""
     width = max(chosen.shape[1], recorded.shape[1])
     columns = torch.arange(width, device=chosen.device)
     chosen, recorded = (part[:, columns % part.shape[1]] for part in (chosen, recorded))
@@ -117,15 +117,15 @@ class _Router:
         self.module: Any = module
         self.forward = module.forward
         self.routes: Tensor | None = None
-        self.choice: _Choice | None = None  # of the last forward pass that records or replays
+        self.choice: _Choice | None = None  # of the last recorded or replayed forward pass
         self.recording = False
         self.replayed = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.routes is None and self.replayed and _in_backward():
             raise RuntimeError(
-                f"{type(self.module).__name__} runs again in the backward, after its forward "
-                "replayed routes, which are no longer available: use the activation checkpointing "
+                f"{type(self.module).__name__} runs again in the backward pass, but the routes of "
+                "its forward pass are gone: use the activation checkpointing "
                 "of transformers (model.gradient_checkpointing_enable), or none"
             )
         if not _in_backward():
@@ -195,8 +195,8 @@ def open_routers(model: nn.Module) -> list[_Router]:
     if len(widths) > 1 or most > MOST_EXPERTS:
         raise ConfigError(
             f"{type(model).__name__}: routes cannot be replayed: its layers choose "
-            f"{sorted(widths)} experts of up to {most}; a column holds the same number for every "
-            f"layer, and ids below {MOST_EXPERTS}"
+            f"{sorted(widths)} of up to {most} experts; a column needs the same number in every "
+            f"layer, and expert ids below {MOST_EXPERTS}"
         )
     for module in modules:
         if not isinstance(module.forward, _Router):
@@ -308,7 +308,7 @@ def _checked(routes: Tensor, routers: list[_Router]) -> Tensor:
         )
     fits = (rows < min(router.module.num_experts for router in routers)).all()
     if fits.device.type != "cpu":  # do not wait for the device
-        torch._assert_async(fits, "routes contain an id above those of the experts")
+        torch._assert_async(fits, "routes contain an expert id that is too large")
     elif not fits:
         raise DataError(
             f"routes contain expert {int(rows.max())}, and a layer has "
@@ -325,7 +325,7 @@ def check_replay(configuration: Any, build: Build) -> None:
     """Check on a tiny model that an architecture can replay routes.
 
     The model's own routes must reproduce its logits. If every token gets the routes of the first
-    token, exactly those experts must have gradients, with scores that no mask has hidden.
+    token, only those experts may have gradients, and no mask may have hidden their scores.
 
     Args:
         configuration: transformers configuration of the run.

@@ -40,8 +40,8 @@ class Node(NamedTuple):
 
 
 def nodes(segments: TreeSegments, num_tokens: int, num_keys: int) -> list[Node]:
-    """Return the nodes that are not empty. Raises ValueError if they do not cover the row, because
-    some tokens would have no result, or if a path is shorter than its node."""
+    """Return the nodes that are not empty. Raises ValueError if the nodes do not cover the row
+    (some tokens would have no result), or if a path is shorter than its node."""
     if segments.kv_index is None:
         bounds = _bounds("cu_seqlens", segments.cu_seqlens_q, num_tokens, "stream")
         return [Node(a, b, a, b) for a, b in bounds if b > a]
@@ -159,7 +159,7 @@ EAGER = Backend(
 def _sdpa_refusal(needs: AttentionNeeds) -> str | None:
     if needs.device.type == "cpu":
         return None
-    return "it is the CPU's backend (per-segment calls would wait for the device)"
+    return "it runs on the CPU only (on a GPU, each per-segment call would wait for the device)"
 
 
 def sdpa_forward(

@@ -1,4 +1,4 @@
-"""Attention if each rank of a group has a slice of the tokens (DeepSpeed-Ulysses).
+"""Attention when each rank of a group has a slice of the tokens (DeepSpeed-Ulysses).
 
 An all-to-all before attention gives every rank all tokens of some heads; another one after it gives
 back all heads of the rank's slice (Jacobs et al. 2023; DeepSpeed's implementation). Segments are
@@ -35,8 +35,7 @@ def over_ranks(configuration: Any, group: Any) -> Callable[[Attention], Attentio
 
     The decorated function exchanges tokens between ranks if the model's ``forward`` gets a
     ``sequence_parallel_size`` above 1; then all ranks of the group must call it. Raises ConfigError
-    if their number does not divide the
-    heads.
+    if the number of heads is not a multiple of the number of ranks.
     """
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF  # noqa: PLC0415
 
@@ -92,14 +91,14 @@ def check_sequence_parallel(
     """Raise ConfigError if loss or gradients of a model differ between slices and the whole row.
 
     Runs a tiny model of the architecture, equal on all ranks, on a row of documents. All ranks of
-    the group must call it, and all raise the error, which has the difference.
+    the group must call it; all of them raise the same error, which gives the difference.
 
     Args:
         build: builds a float32 model, with the registered attention, from a configuration.
         loss: returns the summed loss of a row, or of a slice in a group of the given size.
     """
     size, rank = dist.get_world_size(group), dist.get_rank(group)
-    over_ranks(configuration, group)  # raises with the number of heads of the real model
+    over_ranks(configuration, group)  # raises for the real model's number of heads
     subject = f"architecture {configuration.model_type!r} with sequence_parallel_size {size}"
     remedy = "set engine.sequence_parallel_size to 1"
     with isolated(device):

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from megapack.attention.problem import TreeSegments
 from megapack.attention.transformers_interface import tree_arguments, varlen_arguments
 
-LENGTHS = (37, 23)  # of two documents: different, and longer than a tiny window or chunk
+LENGTHS = (37, 23)  # of two documents; both exceed a tiny window or chunk
 
 # Rules shrink a transformers configuration by the names of its fields. The tiny model has just
 # enough of the first layers to contain one of every kind, four heads with the model's head width

@@ -177,6 +177,16 @@ SHARED: dict[str, dict[str, Any]] = {
         "help": "leave room for N more tokens per whole document: fill-in-the-middle inserts 3 or "
         "4 sentinels, and more tokens where it cuts between characters (default: 0)",
     },
+    "--second": {
+        "metavar": "COLUMN",
+        "help": "second size of each document (images, frames, bytes), which buckets limit, too: "
+        "a column of integers, summed over each document, or a .npy with a number per document",
+    },
+    "--second-capacity": {
+        "type": limits,
+        "metavar": "N[,N...]",
+        "help": "largest sum of second sizes in a sample: one number, or one per bucket",
+    },
     "--set": {
         "action": "append",
         "default": [],
@@ -206,11 +216,29 @@ SHARED: dict[str, dict[str, Any]] = {
 
 
 # Options of every packing strategy.
-PACKING = ("--groups", "--seed", "--threads", "--alignment", "--fim-room")
+PACKING = (
+    *("--groups", "--seed", "--threads", "--alignment", "--fim-room"),
+    *("--second", "--second-capacity"),
+)
+
+
+def check_second_options(args: argparse.Namespace) -> None:
+    """Raise ConfigError if only one of both options for second sizes is given."""
+    if args.second is not None and args.second_capacity is None:
+        raise ConfigError(
+            f"--second {args.second} needs --second-capacity: the largest sum of these sizes in a "
+            "sample"
+        )
+    if args.second is None and args.second_capacity is not None:
+        limit = ",".join(map(str, args.second_capacity))
+        raise ConfigError(
+            f"--second-capacity {limit} needs --second: the size of each document, as a column or "
+            "a .npy"
+        )
 
 
 def add_shared(parser: Arguments, *names: str, help: str = "", **changes: Any) -> None:
-    """Declare shared options; ``help`` is appended to theirs, ``changes`` are argparse's."""
+    """Declare shared options; append ``help`` to the help text, pass ``changes`` to argparse."""
     for name in names:
         option = {**SHARED[name], **changes}
         option["help"] = f"{option['help']}; {help}" if help else option["help"]
@@ -259,8 +287,8 @@ def token_id(token: str | int | None, tokenizer: str | None) -> int | None:
 
 
 def refuse_without(needed: str, **options: object) -> None:
-    """Raise ConfigError for the first option that is given (neither None nor False), since options
-    have no effect without ``needed``, which is missing."""
+    """Raise ConfigError for the first option that was given (neither None nor False): these options
+    have no effect without ``needed``, which the caller found missing."""
     for name, value in options.items():
         if value is not None and value is not False:
             shown = "" if value is True else f" {value}"

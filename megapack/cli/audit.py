@@ -1,12 +1,12 @@
-"""Prove what a run was trained on: no recorded bit has changed, and which documents it used.
+"""Prove what a run was trained on: that no recorded bit has changed, and which documents it used.
 
 RUN is a run directory. The run records checksums of its files and of its data at every
 start, checkpoint and end (audit.jsonl), and chains the lines of its logs by SHA-256. audit compares
 all of them, then computes every step again and compares it with log.jsonl: samples and label
 tokens. Finally it reports how often the program repeated each source. Further questions:
 
---document SOURCE:D shows the steps that trained document D of a source.
---excluded LIST checks that documents were never trained: SOURCE:FILE (a .npy or text file of
+--document SOURCE:D shows the steps that trained on document D of a source.
+--excluded LIST checks that no step trained on documents: SOURCE:FILE (a .npy or text file of
 document numbers), or the PREFIX of a dataset.
 --answer-only skips all comparisons and answers from the current files.
 
@@ -15,7 +15,8 @@ Checksums reveal damage and mistakes, but not a deliberate change of a file and 
 file of the run and of its data, in a DSSE envelope; --key KEY compares everything with it. KEY is a
 PEM file with an Ed25519 key (package cryptography); the public key suffices for --key.
 
-Exit status 1 if something differs, is not recorded, or an excluded document was trained.
+Exit status 1 if something differs or is not recorded, or if the run trained on an excluded
+document.
 
 examples:
   megapack-build audit runs/a
@@ -82,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LIST",
         action="append",
         default=[],
-        help="documents that must not have been trained",
+        help="documents that the run must not have trained on",
     )
     add_shared(parser, "--no-tokens")
     add_flags(parser, answer_only="answer without comparing files and steps with the records")
@@ -149,7 +150,7 @@ def check_run(run: RunDirectory, *, tokens: bool = True) -> list[Finding]:
     except FormatError as error:
         return [*findings, Finding("error", "log", str(error), _RESTORE)]
     if may_grow:
-        text = "the run failed, was killed, or still trains: only the chain covers its last lines"
+        text = "the run failed, was killed or still runs: only the chain covers its last lines"
         findings.append(Finding("note", "running", text))
     findings += check_files(run, record, may_grow=may_grow)
     findings += check_checkpoints(run, record.files)
@@ -243,7 +244,7 @@ def _answers(args: argparse.Namespace, run: RunDirectory) -> tuple[list[Finding]
     for row in excluded:
         if row["draws"]:
             text = (
-                f"--excluded {row['list']}: documents of source {row['source']} were trained "
+                f"--excluded {row['list']}: the run trained on documents of source {row['source']} "
                 f"{row['draws']:,} times, the last time in step {row['last_step']:,}"
             )
             findings.append(Finding("error", "excluded", text))
@@ -268,7 +269,7 @@ def logged_steps(log: Path) -> int:
 def check_steps(
     schedule: Schedule, num_steps: int, log: Path, also: Iterable[int]
 ) -> Iterator[Finding]:
-    """Recompute steps (``MOST_STEPS``, and ``also``) and compare them with their log lines."""
+    """Recompute up to ``MOST_STEPS`` steps, and ``also``; compare them with their log lines."""
     lines = read_jsonl(log) if num_steps else ()
     logged = {line["step"]: (line["samples"], line["label_tokens"]) for line in lines}
     missing = sorted(set(range(num_steps)) - logged.keys())
@@ -305,7 +306,7 @@ def check_recorded(record: Record, opened: OpenRun) -> Iterator[Finding]:
 
 
 def _excluded(name: str, run: OpenRun, num_steps: int) -> Iterator[dict[str, Any]]:
-    """Yield for each source that has documents of a list how often they were trained."""
+    """Yield how often the run trained on the documents of a list, per source that has some."""
     from megapack.data.report import draws_of  # noqa: PLC0415 (torch)
 
     for source, documents in _listed(name, run):
@@ -360,7 +361,7 @@ def print_answers(answers: dict[str, Any]) -> None:
     for row in answers["excluded"]:
         last = "" if row["last_step"] is None else f", the last time in step {row['last_step']:,}"
         Screen().write_line(
-            f"{row['num_documents']:,} documents of {row['source']} ({row['list']}): trained "
+            f"{row['num_documents']:,} documents of {row['source']} ({row['list']}): trained on "
             f"{row['draws']:,} times{last}"
         )
 

@@ -23,7 +23,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megapack.cli.arguments import PACKING, add_dataset_argument, add_shared, capacities, positive
+from megapack.cli.arguments import (
+    PACKING,
+    add_dataset_argument,
+    add_shared,
+    capacities,
+    check_second_options,
+    positive,
+)
 from megapack.cli.output import Work, note, print_result, print_table
 from megapack.compare import (
     GPUS,
@@ -37,10 +44,11 @@ from megapack.compare import (
     parse_case,
 )
 from megapack.compare.charts import check_matplotlib
-from megapack.compare.evaluation import COLUMNS
+from megapack.compare.evaluation import columns_of
 from megapack.compare.page import comparison_page, to_json
-from megapack.errors import ConfigError, printable
+from megapack.errors import ConfigError, DataError, printable
 from megapack.packing.groups import read_groups
+from megapack.packing.second import read_second
 from megapack.storage import read_document_lengths
 from megapack.storage.dataset import read_lengths_file
 from megapack.storage.files import atomic_write, check_target
@@ -122,11 +130,13 @@ _MICRO_BATCH_TOKENS = (
 
 def run(args: argparse.Namespace) -> None:
     training = _training_run(args)
+    check_second_options(args)
     settings: dict[str, Any] = {
         "buckets": args.buckets,
         "capacities": args.capacity or [max(args.buckets)],
         "alignment": args.alignment,
         "fim_room": args.fim_room,
+        "second_capacity": args.second_capacity and tuple(args.second_capacity),
     }
     if args.strategies:
         cases = [case for text in args.strategies for case in parse_case(text, **settings)]
@@ -145,11 +155,25 @@ def run(args: argparse.Namespace) -> None:
         if args.prefix is None and args.groups == "auto":
             raise ConfigError("--groups auto needs a dataset; with --lengths give a .npy of ids")
         group_ids = read_groups(args.groups, args.prefix or "", len(lengths))
+    second = None
+    if args.second is not None:
+        if args.prefix is None and not args.second.endswith(".npy"):
+            raise ConfigError(
+                f"--second {args.second} needs a dataset with this column; with --lengths give a "
+                ".npy of sizes"
+            )
+        second = read_second(args.second, args.prefix or "")
+        if len(second) != len(lengths):
+            raise DataError(
+                f"--second {args.second} has {count(len(second))} numbers, and there are "
+                f"{counted(len(lengths), 'document')}: give one for each"
+            )
     sampled_from = None
     if args.max_documents is not None and args.max_documents < len(lengths):
         sampled_from = len(lengths)
         chosen = _sample_documents(len(lengths), args.max_documents, args.seed)
         lengths, group_ids = lengths[chosen], None if group_ids is None else group_ids[chosen]
+        second = None if second is None else second[chosen]
     with Work(f"{len(cases)} strategies on {counted(len(lengths), 'document')}") as work:
         comparison = compare(
             lengths,
@@ -165,6 +189,8 @@ def run(args: argparse.Namespace) -> None:
             left_out=left_out,
             groups=group_ids,
             grouped_by=args.groups,
+            second=second,
+            second_by=args.second,
             progress=work,
         )
     prefix = "PREFIX" if args.prefix is None else args.prefix
@@ -245,12 +271,15 @@ def print_comparison(comparison: Comparison, prefix: str) -> None:
         )
     styles = ["dim" if reason else "" for reason in recommendation.out]
     styles[recommendation.best] = "bold green"
-    columns = {column.head: column.cell for column in COLUMNS if column.head}
-    print_table(columns, comparison.evaluations, styles)
+    columns = columns_of(comparison.evaluations)
+    second = "" if comparison.second_by is None else "2nd pad: % of the second capacities;\n"
+    cells = {column.head: column.cell for column in columns if column.head}
+    print_table(cells, comparison.evaluations, styles)
     for label, reason in comparison.left_out.items():
         print(f"left out: {label}: {reason}")
     print(
-        "pad: % of positions; split: % of documents; docs: per sample; dropped, repeated: % of\n"
+        f"{second}pad: % of positions; split: % of documents; docs: per sample; "
+        "dropped, repeated: % of\n"
         f"tokens; imbal: attention work of the busiest of {comparison.num_ranks} ranks over\n"
         f"the mean; GPU hours and cost: {short(training.model.parameters)} parameters, "
         f"{training.gpu.name.upper()} at {training.utilization:.0%} of its peak"
@@ -276,4 +305,5 @@ def print_comparison(comparison: Comparison, prefix: str) -> None:
     fixed = recommendation.best_fixed
     if fixed is not None and fixed != recommendation.best:
         print(f"  With one sample shape only: {comparison.evaluations[fixed].label}.")
-    print(f"\n  {best.case.command(prefix, comparison.seed, comparison.grouped_by)}")
+    given = (comparison.grouped_by, comparison.second_by)
+    print(f"\n  {best.case.command(prefix, comparison.seed, *given)}")

@@ -55,7 +55,7 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # the terminal may lack characters of the text
+    if isinstance(sys.stdout, io.TextIOWrapper):  # its encoding may lack characters
         sys.stdout.reconfigure(errors="backslashreplace")
     with printable_output():
         return _main(list(sys.argv[1:] if argv is None else argv))
@@ -67,7 +67,7 @@ def _main(arguments: list[str]) -> int:
         try:
             return _dispatch(arguments)
         finally:
-            sys.stdout.flush()  # at the end of the interpreter a closed pipe is not handled
+            sys.stdout.flush()  # at exit the interpreter would print an error for a closed pipe
     except BrokenPipeError:
         closed = [stream for stream in (sys.stdout, sys.stderr) if _reader_left(stream)]
         if not closed:
@@ -100,8 +100,8 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def program_parser(*, with_commands: bool) -> Parser:
-    """Return the parser of the program, with those of its commands only if asked: their modules
-    take a second to import."""
+    """Return the program's parser. ``with_commands`` adds the parsers of the commands; importing
+    their modules takes a second."""
     parser = Parser("megapack-build")
     add_program_options(parser)
     if with_commands:
@@ -137,7 +137,7 @@ def _run(name: str, arguments: list[str]) -> int:
             print(redacted(traceback.format_exc()), end="", file=sys.stderr)
         print(f"megapack-build {name}: error: {redacted(explained(error))}", file=sys.stderr)
         return exit_code(error)
-    except ModuleNotFoundError as error:  # on a machine without it
+    except ModuleNotFoundError as error:  # the package is not installed
         if debug or error.name is None or error.name.startswith("megapack"):
             raise
         remedy = f"it needs the package {error.name} ({error}): pip install {error.name}"

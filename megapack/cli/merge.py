@@ -3,8 +3,8 @@
   megapack-build merge shards/*.idx --output-prefix corpus
   megapack-build merge shards/ web.idx --output-prefix corpus --dtype int32
 
-A directory stands for every .idx in it; several files of one dataset (as from shards/* in a shell)
-name it once. A dataset that is named twice is merged twice. Columns are merged with the tokens.
+A directory stands for every .idx in it. Several files of one dataset (shards/* in a shell) count as
+one input; a dataset that is named twice is merged twice. Columns are merged with the tokens.
 Labels, loss weights and groups of the inputs are left out, and a note says how to merge them in the
 same order.
 
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_shared(parser, "--dtype", help="other inputs are converted if all their ids fit")
     add_flags(
         parser,
-        multimodal="keep the mode that the inputs have per sequence",
+        multimodal="keep the mode of each sequence; all inputs must have modes",
         allow_mixed_tokenizers="merge although the meta files of the inputs name different "
         "tokenizers, or some name none, or the documents begin or end with different tokens "
         "(default: an error)",

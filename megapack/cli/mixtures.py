@@ -3,8 +3,9 @@
 FILE is a configuration of megapack-pretrain with a blend whose sources have held-out documents
 (valid_prefix). The command writes one proxy (as `megapack-build proxy` does) and one run of it per
 mixture, in folders of DIR named after their content, and prints their commands; --run runs them.
-Repeat the command at any time: it keeps finished runs, and as soon as there are enough, a
-regression of their held-out losses proposes weights.
+Repeat the command at any time: it keeps finished runs, resumes stopped ones from their checkpoints,
+and as soon as there are enough, a regression of their held-out losses proposes weights. If the
+command ends, so do its runs.
 
 --design dirichlet draws --number mixtures around the weights of the manifest; one tries each source
 at twice and at half its weight; a YAML file lists the mixtures (mixtures: [{web: 0.8, code: 0.2},
@@ -32,10 +33,13 @@ examples:
 from __future__ import annotations
 
 import argparse
+import ctypes
 import shlex
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -45,14 +49,17 @@ from megapack.cli.output import Work, note, print_result, print_table
 from megapack.cli.pack import add_sharing
 from megapack.cli.proxy import add_scale, planned, title_of
 from megapack.config import load_config
-from megapack.errors import ConfigError, DataError, MegapackError
+from megapack.errors import ConfigError, DataError, LockedError, MegapackError
 from megapack.executors import Counted, Report, run_shards
+from megapack.storage.locks import WriterLock
 from megapack.training.mixtures import (
+    RUN_FOLDER,
     Proposal,
     Trial,
     design,
     evidence_in,
     limits_of,
+    measured,
     prior_of,
     propose,
     trials_of,
@@ -61,6 +68,8 @@ from megapack.training.proxy import RUN
 from megapack.units import counted
 
 PRETRAIN = (sys.executable, "-m", "megapack.training.pretrain")
+_POLL_SECONDS = 0.5
+_PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -104,18 +113,54 @@ class Runner:
     """Runs trials; picklable."""
 
     commands: tuple[tuple[str, ...], ...]
-    logs: tuple[Path, ...]
+    folders: tuple[Path, ...]  # of the trials
     threads: int = 1
 
     def build(self, index: int, report: Report) -> None:
-        with self.logs[index].open("ab") as log:
-            done = subprocess.run(self.commands[index], stdout=log, stderr=log, check=False)
+        folder = self.folders[index]
+        _wait_for_run(folder / RUN_FOLDER)
+        if measured(folder) is None:
+            self._start(self.commands[index], folder / "output.log")
+        report(Counted(documents=1))
+
+    def _start(self, command: tuple[str, ...], path: Path) -> None:
+        with path.open("ab") as log:
+            done = subprocess.run(
+                command,
+                stdout=log,
+                stderr=log,
+                check=False,
+                preexec_fn=_ending_with_parent(),
+            )
         if done.returncode:
             raise MegapackError(
-                f"{shlex.join(self.commands[index])} ended with status {done.returncode}: see the "
-                f"end of {self.logs[index]}; finished runs are kept, run the same command to resume"
+                f"{shlex.join(command)} ended with status {done.returncode}: see the "
+                f"end of {path}; finished runs are kept, run the same command to resume"
             )
-        report(Counted(documents=1))
+
+
+def _wait_for_run(folder: Path) -> None:
+    """Wait until no process trains in the folder: the run of a command that was killed saves a
+    checkpoint first, and another command may train it."""
+    is_noted = False
+    while True:
+        try:
+            WriterLock(folder, what="megapack-build mixtures").release()
+            return
+        except LockedError as error:
+            if not is_noted:
+                note(f"waiting: {error}")
+                is_noted = True
+            time.sleep(_POLL_SECONDS)
+
+
+def _ending_with_parent() -> Callable[[], object] | None:
+    """Return a function for a forked child: when its parent ends, even by kill -9 or in a worker
+    that Ctrl-C does not reach, the kernel sends it SIGTERM, and a run saves a checkpoint."""
+    if sys.platform != "linux":
+        return None
+    prctl = ctypes.CDLL(None).prctl  # before the fork, after which loading could block
+    return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,10 +238,10 @@ def _run_trials(
     """Run the trials of this machine that have not ended."""
     i, n = args.part or (0, 1)
     waiting = [k for k in range(i, len(trials), n) if trials[k].losses is None]
-    logs = tuple(trial.folder / "output.log" for trial in trials)
+    folders = tuple(trial.folder for trial in trials)
     with Work(f"training {counted(len(waiting), 'run')}") as work:
         run_shards(
-            Runner(tuple(commands), logs),
+            Runner(tuple(commands), folders),
             waiting,
             work.counting(len(waiting), lambda piece: piece.documents),
             executor=args.executor or "local",

@@ -64,8 +64,8 @@ def print_table(
     columns: Mapping[str, Callable[[T], Any]], rows: Iterable[T], styles: Iterable[str] = repeat("")
 ) -> None:
     """Print a table on stdout, the first column left-aligned, the others right-aligned.
-    ``columns``: head -> function that returns the cell of a row; ``styles``: of each row, for
-    rich."""
+    ``columns``: heading -> function that returns the cell of a row; ``styles``: a rich style for
+    each row."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for i, head in enumerate(columns):
         table.add_column(head, justify="left" if i == 0 else "right", no_wrap=True)

@@ -46,7 +46,7 @@ from megapack.cli.arguments import (
     add_dataset_argument,
     add_shared,
     capacities,
-    limits,
+    check_second_options,
     part_of,
     share,
 )
@@ -227,18 +227,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_shared(parser, *PACKING)
     parser.add_argument(
-        "--second",
-        metavar="COLUMN",
-        help="second size of each document (images, frames, bytes), which buckets limit, too: "
-        "a column of integers, summed over each document, or a .npy with a number per document",
-    )
-    parser.add_argument(
-        "--second-capacity",
-        metavar="N[,N...]",
-        type=limits,
-        help="largest sum of second sizes in a sample: one number, or one per bucket",
-    )
-    parser.add_argument(
         "--preset", metavar="NAME", help="use the parameters of a paper, from the list below"
     )
     add_shared(parser, "--json")
@@ -306,7 +294,7 @@ def _describe_strategies() -> str:
 
 
 def run(args: argparse.Namespace) -> None:
-    _check_second_options(args)
+    check_second_options(args)
     declared = _parameters_by_name()
     parameters = {name: value for name, value in vars(args).items() if name in declared}
     names = ("buckets", "second_capacity", "preset", "alignment", "fim_room", "match_repetition")
@@ -418,21 +406,6 @@ def _chosen_documents(path: str, documents: IndexFile) -> NDArray[np.int64]:
             f"{documents.num_documents} (counted from 0); give the list of this dataset"
         )
     return chosen
-
-
-def _check_second_options(args: argparse.Namespace) -> None:
-    """Raise ConfigError if only one of both options for second sizes is given."""
-    if args.second is not None and args.second_capacity is None:
-        raise ConfigError(
-            f"--second {args.second} needs --second-capacity: the largest sum of these sizes in a "
-            "sample"
-        )
-    if args.second is None and args.second_capacity is not None:
-        limit = ",".join(map(str, args.second_capacity))
-        raise ConfigError(
-            f"--second-capacity {limit} needs --second: the size of each document, as a column or "
-            "a .npy"
-        )
 
 
 def _pack_many(args: argparse.Namespace, options: Mapping[str, Any]) -> None:

@@ -136,6 +136,8 @@ def tiles(facts: RunFacts) -> Iterator[tuple[str, str, str]]:
         yield "padding", percent(log.recent("padding"), None), "of the positions"
     else:
         yield "MFU", percent(log.recent("mfu"), 1), "attention inside documents"
+    if not math.isnan(second := log.recent("second_padding")):
+        yield "second padding", percent(second, None), "of the second capacities"
     yield "waited for data", percent(log.recent("data_wait_share"), 1), "of the time, first rank"
     ratios = [f["most"] / f["median"] for _, f, _ in log.ranks if f["median"]]
     if ratios:

@@ -10,6 +10,7 @@ most ``NUM_BINS`` groups of consecutive steps, so the page does not grow with th
 from __future__ import annotations
 
 import json
+import math
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -45,7 +46,7 @@ _TIME_MEANS = [
 ]
 _FIELDS = (
     *("step", "loss", "grad_norm", "lr", "tokens_seen", "seconds", "capacity", "label_tokens"),
-    *("imbalance", "padding", "memory_gib"),
+    *("imbalance", "padding", "second_padding", "memory_gib"),
     *_TIME_MEANS,
 )
 
@@ -54,7 +55,7 @@ class RunLog:
     """Lines of ``log.jsonl`` as columns.
 
     Attributes:
-        sources: name -> (rows, losses, label tokens), by falling number of label tokens.
+        sources: name -> (rows, losses, label tokens), by descending number of label tokens.
         ranks: per printed log line: step, forward and waiting times of ranks.
         skipped: steps whose update was skipped.
         not_finite: steps whose loss is not finite.
@@ -112,7 +113,7 @@ class RunLog:
 
 
 class Bins:
-    """At most ``at_most`` groups of consecutive steps (N,), rising, each of four steps or more if
+    """At most ``at_most`` groups of consecutive ascending steps (N,), each of four or more if
     possible; a group is one point of a curve. ``steps``: (B,) middle of every group."""
 
     def __init__(self, steps: Floats, at_most: int = NUM_BINS) -> None:
@@ -290,7 +291,7 @@ def loss(facts: RunFacts) -> Chart:
         top, bottom = (f(x, *(v["loss"] for v in valid)) for f, x in ((max, top), (min, bottom)))
     room = 0.08 * (top - bottom or 1.0)
     chart.axes.set_ylim(bottom - room, top + room)
-    # Invisible bars over the whole height show the values of each group at the mouse.
+    # Invisible bars over the whole height show the values of a group on hover.
     width = (steps[-1] - steps[0] + 1) / bins.num
     for x, mean, least, most in zip(bins.steps, means, low, high, strict=True):
         tall = top - bottom + 2 * room
@@ -436,14 +437,16 @@ def throughput(facts: RunFacts) -> Chart:
 
 
 def waste(facts: RunFacts) -> Chart:
-    """Padding, and the time in which the first rank waited for batches."""
+    """Padding of both capacities, and the time in which the first rank waited for batches."""
     names = {"data_wait_share": "waited for data", "padding": "padding"}
+    if not math.isnan(facts.log.recent("second_padding", 1.0)):
+        names["second_padding"] = "second padding"
     return _columns(facts, "%", names, 100.0)
 
 
 def utilization(facts: RunFacts) -> Chart:
     """Model FLOPs utilization."""
-    names = {"mfu": "attention inside documents", "naive_mfu": "every sample one document"}
+    names = {"mfu": "attention inside documents", "naive_mfu": "each sample as one document"}
     return _columns(facts, "% of the device's peak", names, 100.0)
 
 
@@ -467,7 +470,7 @@ def gradients(facts: RunFacts) -> Chart:
     chart.axes.fill_between(bins.steps, low, high, color=LIGHT["blue0"], lw=0)
     curve(chart, bins, np.maximum(norms, 1e-12), BLUE)
     chart.axes.set_yscale("log")
-    chart.axes.locator_params(axis="y", subs=(1, 2, 5))  # a tick within a decade, too
+    chart.axes.locator_params(axis="y", subs=(1, 2, 5))  # also ticks within a decade
     chart.axes.minorticks_off()
     chart.axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     chart.axes.set_ylabel("gradient norm")

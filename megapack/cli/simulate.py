@@ -7,12 +7,12 @@ limit of tokens, and every forward and backward of every stage and rank is simul
 simulates prefix trees (plan_trees), in which documents of a step share their common prefixes.
 
   tokens      forwarded by all ranks, with padding
-  time        of the step over the ideal, in which all GPUs do equal parts of the useful work; less
-              than 1 if trees save more work than ranks waste
+  time        duration of the step divided by the ideal, in which all GPUs do equal parts of the
+              useful work; less than 1 if trees save more work than ranks waste
   extra       share of the GPUs' time for padding, attention between documents, and exchanges
   bubbles     share in which a GPU waits for another stage of its pipeline
   waiting     share in which it waits for other ranks, at a barrier or at the end of the step
-  empty       pairs of rank and micro batch that hold nothing; over: that exceed the limit
+  empty       pairs of rank and micro batch without documents; over: pairs that exceed the limit
 
 This is a model, not a measurement. It predicts work from lengths; a backward counts as two
 forwards, and the stages of a pipeline are equal. It leaves out all communication except the
@@ -61,7 +61,7 @@ from megapack.storage.address import is_remote
 from megapack.storage.dataset import MAX_DOCUMENT_TOKENS, read_lengths_file
 from megapack.units import counted
 
-MICRO_BATCHES = 8  # of a step, by default
+MICRO_BATCHES = 8  # default per step
 CAVEAT = (
     "a model, not a measurement: it predicts work, and ignores communication of gradients, "
     "parameters and activations, optimizer, input, memory, embedding and head, and kernels that "
@@ -87,7 +87,7 @@ _COLUMNS: dict[str, Any] = {
 class _Step:
     documents: Lengths
     scheduled: AssignedStep | None = None
-    tokens: NDArray[Any] | None = None  # of all documents, for trees
+    tokens: NDArray[Any] | None = None  # tokens of all documents; only for trees
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,7 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for option, text in (
         ("--data-parallel", "groups of ranks that hold different documents (default: 1)"),
         ("--context", "ranks that may share a document, a power of two (default: 1)"),
-        ("--pipeline", "pipeline stages; one forward, one backward (default: 1)"),
+        ("--pipeline", "pipeline stages, with the schedule 1F1B (default: 1)"),
         ("--virtual-stages", "interleaved parts of the model per pipeline stage (default: 1)"),
     ):
         cluster.add_argument(option, type=positive, default=1, metavar="N", help=text)
@@ -167,8 +167,8 @@ def run(args: argparse.Namespace) -> None:
         steps, max_tokens = _steps_of_run(args, cluster)
     elif args.max_tokens is None:
         raise ConfigError(
-            "--max-tokens is missing, the tokens per rank and micro batch (a .yaml of a run has "
-            f"them, {args.source} has not)"
+            "--max-tokens is missing: give the tokens per rank and micro batch (only a run's "
+            f".yaml sets them, and {args.source} is not one)"
         )
     else:
         steps, max_tokens = list(_steps_of_lengths(args, cluster)), args.max_tokens
@@ -333,7 +333,7 @@ def _steps_of_run(args: argparse.Namespace, cluster: Cluster) -> tuple[list[_Ste
 
     if args.trees:
         raise ConfigError(
-            f"--trees with {args.source}: a run has trees if its data.attention is tree; leave "
+            f"--trees does not apply to a run ({args.source}), whose data.attention decides: leave "
             "--trees out"
         )
     if args.max_tokens is not None or args.documents_per_step is not None:

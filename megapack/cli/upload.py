@@ -5,9 +5,10 @@
   megapack-build upload web.shards.json s3://bucket/folder
 
 Files keep their names. A dataset is copied with its columns, .samples and groups, if they exist; a
-.samples file of another name must be named itself. A file with checksums of blocks is added, with
-which readers check what they receive. The .idx is copied last, so a reader finds either the whole
-dataset or none. A shard manifest is copied after all its shards, and its folder keeps its layout.
+.samples file of another name must be named itself. A file of block checksums is added, so that
+readers can check the bytes that they receive. The .idx is copied last, so a reader finds either the
+whole dataset or none. A shard manifest is copied after all its shards, and its folder keeps its
+layout.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def run(args: argparse.Namespace) -> None:
             raise ConfigError(
                 f"{other} and {source} would both be {target}: upload them to two folders"
             )
-    for manifest in manifests:  # the old one lists shards that are replaced now
+    for manifest in manifests:  # an old manifest lists shards that are about to change
         remove_object(f"{folder}/{Path(manifest).name}")
     for copy_file, source, target in copies.values():
         copy_file(source, target)

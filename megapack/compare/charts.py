@@ -1,7 +1,7 @@
 """Plots of the comparison page, one function each: Comparison -> SVG.
 
 ``draw`` turns a ``Chart`` of matplotlib into an element of the page: its colours become those of
-the page (``PALETTE``: light, dark), text stays text, and the mouse shows exact values. The page of
+the page (``PALETTE``: light, dark), text stays text, and hovering shows exact values. The page of
 a run (``megapack.cli.report``) uses both, too.
 
     draw(trade_off, comparison)  # -> '<svg viewBox="0 0 691.2 316.8" role="img" ...>...</svg>'
@@ -23,7 +23,8 @@ from megapack.compare.evaluation import Evaluation, money
 from megapack.errors import ConfigError, printable
 from megapack.units import count, percent, short
 
-# Name in the stylesheet, value in light and in dark; the values in light differ from each other.
+# Name in the stylesheet, value in light and in dark; the light values must be unique, because
+# ``draw`` finds the name by the light value.
 _COLOURS = """
 paper #ffffff #12161c    ink #1c2430 #e6eaf0      soft #5b6675 #9aa6b5    rule #e3e7ec #2a323d
 card #f5f7fa #1a2029     grey #9aa5b1 #66717f     pale #b9c0c9 #4b5563    green #16877a #35b5a4
@@ -76,7 +77,7 @@ _STYLE = {
 
 
 class Chart:
-    """Figure of panels that share the vertical axis; ``tips``: texts that the mouse shows.
+    """Figure of panels that share the vertical axis; ``tips``: texts shown on hover.
 
     Args:
         height, width: inches.
@@ -155,7 +156,7 @@ def check_matplotlib() -> None:
         import matplotlib  # noqa: F401, PLC0415
     except ImportError as error:
         raise ConfigError(
-            "matplotlib is not installed: pip install matplotlib, or do without the page"
+            "matplotlib is not installed: pip install matplotlib, or leave out the page"
         ) from error
 
 
@@ -180,7 +181,8 @@ def draw(plot: Callable[[Subject], Chart], subject: Subject) -> str:
         for artist in chart.figure.findobj():
             artist.set_clip_on(False)  # clips would be references to ids; they are not needed
             if isinstance(artist, Text) and artist.get_text():
-                # Names come from files: matplotlib fails on lone surrogates and half formulas.
+                # Names come from files: matplotlib fails on lone surrogates and on an unpaired
+                # ``$``.
                 artist.set_text(printable(artist.get_text()))
                 artist.set_parse_math(False)
         chart.figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
@@ -191,7 +193,8 @@ def draw(plot: Callable[[Subject], Chart], subject: Subject) -> str:
     assert box is not None
     label = escape((plot.__doc__ or "").strip().split("\n")[0], quote=True)
     text = re.sub(r"^<svg[^>]*>", f'<svg {box[0]} role="img" aria-label="{label}">', text)
-    # Turn the groups that Chart.tip marked into elements with a title, which the mouse shows.
+    # Turn the groups that Chart.tip marked into elements with a title, which browsers show on
+    # hover.
     for number, words in enumerate(chart.tips):
         text = text.replace(f'<g id="tip-{number}">', f"<g><title>{escape(words)}</title>", 1)
     # Several charts share one page, so keep only the ids of markers, which are hashes.

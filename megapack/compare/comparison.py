@@ -108,7 +108,8 @@ class PlannedWork:
             micro_batch_tokens`` and were cut there.
         shared_ratio: share of tokens whose document is on several ranks, which costs communication.
         micro_batches, extra_micro_batches: per step, and those beyond what the tokens need.
-        attention, model: critical path over the ideal, of attention alone and of the whole model.
+        attention, model: critical path divided by the ideal, for attention alone and for the whole
+            model.
     """
 
     max_context_parallel_size: int
@@ -138,7 +139,7 @@ def measure_plans(
         lengths: tokens per document; empty documents are left out.
         num_ranks: ranks of a step.
         tokens_per_rank, micro_batch_tokens: tokens of one rank, per step and per micro batch.
-        linear_cost_tokens: that of the model (``Model.linear_cost_tokens``).
+        linear_cost_tokens: ``Model.linear_cost_tokens`` of the model.
         num_steps: at most; fewer if all steps would hold more than a million documents.
 
     Raises ConfigError for a number below 1, or a micro batch of more tokens than the step,
@@ -229,6 +230,7 @@ class Comparison:
         planned: steps planned by documents; empty if they were not requested.
         left_out: label -> why it was not compared.
         grouped_by: value of --groups; None: no groups.
+        second_by: value of --second; None: no second sizes.
     """
 
     corpus: Corpus
@@ -241,6 +243,7 @@ class Comparison:
     left_out: dict[str, str]
     recommendation: Recommendation
     grouped_by: str | None = None
+    second_by: str | None = None
 
 
 @checked_call
@@ -259,6 +262,8 @@ def compare(
     left_out: Mapping[str, str] | None = None,
     groups: NDArray[np.int64] | None = None,
     grouped_by: str | None = None,
+    second: NDArray[np.int64] | None = None,
+    second_by: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Comparison:
     """Pack the same lengths in every case, and evaluate the results.
@@ -272,8 +277,8 @@ def compare(
         tokens_per_rank: tokens of one rank in one step.
         micro_batch_tokens: tokens of one rank in one micro batch, to plan steps by documents, too;
             None: do not plan them.
-        seed, threads, groups: passed to ``pack``.
-        left_out, grouped_by: as in ``Comparison``.
+        seed, threads, groups, second: passed to ``pack``.
+        left_out, grouped_by, second_by: as in ``Comparison``.
         progress: called with (work done, all work) a few times a second while packing.
 
     Raises:
@@ -306,6 +311,8 @@ def compare(
             seed=seed,
             threads=threads,
             groups=groups,
+            second=second,
+            second_capacity=case.second_capacity,
             progress=progress and partial(_report_case, progress, position, len(cases)),
             **case.parameters,
         )
@@ -340,6 +347,7 @@ def compare(
         left_out=excluded,
         recommendation=recommend(evaluations, run.attention),
         grouped_by=grouped_by,
+        second_by=second_by,
     )
 
 

@@ -273,7 +273,7 @@ class Breakdown:
 
     @property
     def critical_path(self) -> float:
-        """GPU hours over those without waiting."""
+        """GPU hours divided by the GPU hours without waiting."""
         return self.gpu_hours / (self.gpu_hours - self.waiting)
 
     @property

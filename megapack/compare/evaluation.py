@@ -35,7 +35,7 @@ class Case:
         strategy: name in ``STRATEGIES``.
         buckets: capacities, ascending.
         parameters: keywords of ``pack``, also ``preset``.
-        alignment, fim_room: as in ``pack``.
+        alignment, fim_room, second_capacity: as in ``pack``.
     """
 
     label: str
@@ -44,6 +44,7 @@ class Case:
     parameters: Mapping[str, Any] = field(default_factory=dict)
     alignment: int = 1
     fim_room: int = 0
+    second_capacity: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         """Raise ConfigError where ``pack`` would, before the comparison starts."""
@@ -53,12 +54,16 @@ class Case:
             buckets=self.buckets,
             alignment=self.alignment,
             fim_room=self.fim_room,
+            second_capacity=self.second_capacity,
             preset=values.pop("preset", None),
             parameters=values,
         )
 
-    def command(self, prefix: str, seed: int, groups: str | None = None) -> str:
-        """Return the command that packs the dataset at ``prefix``, with ``--groups groups``."""
+    def command(
+        self, prefix: str, seed: int, groups: str | None = None, second: str | None = None
+    ) -> str:
+        """Return the command that packs the dataset at ``prefix``, with ``--groups groups`` and
+        ``--second second``."""
         words = ["megapack-build", "pack", prefix, "--strategy", self.strategy]
         words += ["--buckets", ",".join(map(str, self.buckets))]
         for name, value in self.parameters.items():
@@ -70,6 +75,9 @@ class Case:
         words += ["--alignment", str(self.alignment)] if self.alignment > 1 else []
         words += ["--fim-room", str(self.fim_room)] if self.fim_room else []
         words += ["--groups", groups] if groups else []
+        if second is not None and self.second_capacity is not None:
+            limits = ",".join(map(str, self.second_capacity))
+            words += ["--second", second, "--second-capacity", limits]
         words += ["--seed", str(seed)] if seed else []
         return shlex.join(words)
 
@@ -85,6 +93,7 @@ def parse_case(
     capacities: Sequence[int],
     alignment: int = 1,
     fim_room: int = 0,
+    second_capacity: tuple[int, ...] | None = None,
 ) -> list[Case]:
     """Read ``NAME[@CAPACITY[+CAPACITY...]][:KEY=VALUE[,KEY=VALUE...]]``.
 
@@ -92,7 +101,7 @@ def parse_case(
         text: for instance ``bucket``, ``concat@4096``, ``seamless@2048:preset=paper,last=drop``.
         buckets: default capacities of a bucket strategy.
         capacities: default capacities of a fixed-length strategy, which makes one case of each.
-        alignment, fim_room: as in ``pack``.
+        alignment, fim_room, second_capacity: as in ``pack``.
 
     Raises:
         ConfigError: the text does not have this form, the strategy or a parameter is unknown, or
@@ -113,8 +122,8 @@ def parse_case(
         chosen = [(name, tuple(sorted(buckets)))]
     else:
         chosen = [(f"{name}@{capacity}", (capacity,)) for capacity in capacities]
-    common: dict[str, Any] = {"strategy": name, "parameters": parameters}
-    common |= {"alignment": alignment, "fim_room": fim_room}
+    common: dict[str, Any] = {"strategy": name, "parameters": parameters, "alignment": alignment}
+    common |= {"fim_room": fim_room, "second_capacity": second_capacity}
     return [Case(label=label + suffix, buckets=sizes, **common) for label, sizes in chosen]
 
 
@@ -136,7 +145,12 @@ def _parse_parameters(text: str, whole: str) -> dict[str, Any]:
 
 
 def default_cases(
-    *, buckets: Sequence[int], capacities: Sequence[int], alignment: int = 1, fim_room: int = 0
+    *,
+    buckets: Sequence[int],
+    capacities: Sequence[int],
+    alignment: int = 1,
+    fim_room: int = 0,
+    second_capacity: tuple[int, ...] | None = None,
 ) -> tuple[list[Case], dict[str, str]]:
     """Return every strategy with its default parameters; arguments of ``parse_case``.
 
@@ -156,6 +170,7 @@ def default_cases(
                 capacities=capacities,
                 alignment=alignment,
                 fim_room=fim_room,
+                second_capacity=second_capacity,
             )
         except ConfigError as error:
             left_out[name] = str(error)
@@ -222,7 +237,8 @@ class Evaluation:
         return sum(bucket.sample_squares for bucket in self.work) / self.num_positions
 
     def imbalance(self, dealing: Dealing) -> float:
-        """Return the work of the busiest rank over the mean; buckets weigh by attention work."""
+        """Return the work of the busiest rank over the mean, weighted by the buckets' attention
+        work."""
         total = sum(bucket.work for bucket in self.work)
         return sum(bucket.work * bucket.imbalance(dealing) for bucket in self.work) / total
 
@@ -263,6 +279,13 @@ COLUMNS = (
     TableColumn("cost", "cost", "", lambda e: money(e.breakdown.cost)),
     TableColumn("", "packed in", "s", lambda e: f"{e.seconds:.3f}"),
 )
+_SECOND = TableColumn("2nd pad %", "second padding", "%", _share("second_padding_ratio"))
+
+
+def columns_of(evaluations: Sequence[Evaluation]) -> list[TableColumn]:
+    """Return the columns of a table; with second sizes their padding, too."""
+    has_second = any("second_padding_ratio" in e.metrics for e in evaluations)
+    return [*COLUMNS[:2], *([_SECOND] if has_second else []), *COLUMNS[2:]]
 
 
 # ---- Recommendation ------------------------------------------------------------------------------
@@ -366,6 +389,9 @@ def _reasons(
         f"{percent(metrics['padding_ratio'], None)} of its positions are padding, and a sample "
         f"holds {metrics['concatenation_ratio']:,.4g} documents on average.",
     ]
+    if "second_padding_ratio" in metrics:
+        free = percent(metrics["second_padding_ratio"], None)
+        reasons.append(f"{free} of the second capacities of its samples stay free.")
     if metrics.get("num_groups"):
         of_all = 1 / metrics["num_groups"]
         cut, longer = (

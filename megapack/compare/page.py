@@ -10,7 +10,7 @@ The text of the page is in templates/comparison.html.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 from string import Template
@@ -21,7 +21,7 @@ from megapack.compare import charts
 from megapack.compare import evaluation as rules
 from megapack.compare.comparison import Comparison
 from megapack.compare.cost import NUM_STEPS
-from megapack.compare.evaluation import COLUMNS, Evaluation, duration, money
+from megapack.compare.evaluation import Evaluation, TableColumn, columns_of, duration, money
 from megapack.units import count, percent, short
 
 TEMPLATES = Path(__file__).with_name("templates")
@@ -71,12 +71,15 @@ def comparison_page(comparison: Comparison) -> str:
     rows = zip(comparison.evaluations, recommendation.out, strict=True)
     name = escape(corpus.name)
     gpus = f"{run.num_gpus} x {run.gpu.name.upper()}"
-    tiles = (
+    columns = columns_of(comparison.evaluations)
+    tiles = [
         ("padding", percent(metrics["padding_ratio"], None), "of positions"),
         ("truncated", percent(metrics["truncation_ratio"], None), "of documents"),
         ("concatenated", f"{metrics['concatenation_ratio']:.2f}", "documents per sample"),
         ("estimate", money(bill.cost), f"{duration(bill.hours)} on {gpus}"),
-    )
+    ]
+    if (second := metrics.get("second_padding_ratio")) is not None:
+        tiles.insert(1, ("second padding", percent(second, None), "of the second capacities"))
     body = template("comparison.html").substitute(
         {plot.__name__: charts.draw(plot, comparison) for plot in PLOTS},
         name=name,
@@ -88,15 +91,15 @@ def comparison_page(comparison: Comparison) -> str:
         sampled=""
         if corpus.sampled_from is None
         else f"<p class='note'>Measured on a random sample of {count(corpus.num_documents)} of "
-        f"{count(corpus.sampled_from)} documents; every figure below is of the sample.</p>",
+        f"{count(corpus.sampled_from)} documents; every figure below describes the sample.</p>",
         best=escape(best.label),
         capacities=", ".join(map(count, best.case.buckets)),
         tiles=tiles_of(tiles),
         reasons="".join(f"<li>{escape(words)}</li>" for words in reasons),
         fixed=_fixed(comparison),
         left_out=f"<p>Left out: {'; '.join(left_out)}.</p>" if left_out else "",
-        heads="".join(f"<th>{c.page_head}<small>{c.unit}</small></th>" for c in COLUMNS),
-        rows="".join(_row(evaluation, out, best) for evaluation, out in rows),
+        heads="".join(f"<th>{c.page_head}<small>{c.unit}</small></th>" for c in columns),
+        rows="".join(_row(columns, evaluation, out, best) for evaluation, out in rows),
         num_ranks=comparison.num_ranks,
         tokens_per_rank=count(comparison.tokens_per_rank),
         num_steps=NUM_STEPS,
@@ -126,9 +129,9 @@ def _fixed(comparison: Comparison) -> str:
     )
 
 
-def _row(evaluation: Evaluation, out: str, best: Evaluation) -> str:
+def _row(columns: Sequence[TableColumn], evaluation: Evaluation, out: str, best: Evaluation) -> str:
     css = "chosen" if evaluation is best else "out" if out else ""
-    name, *cells = (escape(column.cell(evaluation)) for column in COLUMNS)
+    name, *cells = (escape(column.cell(evaluation)) for column in columns)
     body = "".join(f"<td>{cell}</td>" for cell in cells)
     return f"<tr class='{css}'><th title='{escape(out, quote=True)}'>{name}</th>{body}</tr>"
 
@@ -198,7 +201,7 @@ def to_json(comparison: Comparison, prefix: str = "PREFIX") -> dict[str, Any]:
         "recommendation": {
             "label": labels[recommendation.best],
             "command": comparison.evaluations[recommendation.best].case.command(
-                prefix, comparison.seed, comparison.grouped_by
+                prefix, comparison.seed, comparison.grouped_by, comparison.second_by
             ),
             "fixed_length": None if fixed is None else labels[fixed],
             "reasons": list(recommendation.reasons),

@@ -6,10 +6,11 @@
 The samples of every bucket are put in one random order, which the n shards split evenly. In a shard
 every segment is a document, so a run that draws the samples in this order reads every bucket
 sequentially. If a segment ends inside its document, the next token is stored, too: it is the label
-of the segment's last token. Columns are copied with their tokens, so a sample is the same as in the
-source. But the numbers of documents and samples change, and a segment loses its position in the
-document, so ``positions: document`` is refused. A shard is a function of source, seed and number of
-shards, and is either complete or absent: a build can resume on any number of machines.
+of the segment's last token. Columns are copied with their tokens, second sizes with their segments,
+so a sample is the same as in the source. But the numbers of documents and samples change, and a
+segment loses its position in the document, so ``positions: document`` is refused. A shard is a
+function of source, seed and number of shards, and is either complete or absent: a build can resume
+on any number of machines.
 
 Two buckets of 4 and 2 samples in two shards, the random orders 2 0 3 1 and 1 0:
 
@@ -38,6 +39,7 @@ from megapack.executors import Counted, Report, run_shards
 from megapack.packing import SampleIndex
 from megapack.packing.metrics import DocumentTotals
 from megapack.packing.sample_index import describe_source
+from megapack.packing.second import second_checksum, second_of_segments
 from megapack.packing.shard_packing import describe_shard
 from megapack.packing.sharded import (
     PLAN,
@@ -67,6 +69,7 @@ class Pieces(NamedTuple):
     offsets: Ids  # (documents + 1,), tokens
     lengths: Ids  # (documents,) tokens of the sample, without the next token
     counts: Ids  # (samples,) documents per sample
+    second: Ids | None  # (documents,) second size of the original document; None: packed without
 
 
 class SourceReader:
@@ -74,17 +77,20 @@ class SourceReader:
 
     def __init__(self, source: ShardedIndex) -> None:
         self.data = PackedDataset(None, source)
-        self._columns = source.columns
+        self._source, self._columns = source, source.columns
         self._arrays: dict[int, dict[str, Any]] = {}
 
     def read(self, ids: Ids) -> tuple[Pieces, NDArray[Any], dict[str, NDArray[Any]]]:
         """Return samples as documents, their tokens, and rows of every column, (tokens, ...)."""
         segments = self.data.segments(ids)
         lengths = segments.length + segments.continues
+        counts = np.bincount(segments.sample, minlength=len(ids))
+        has_second = "second_capacity" in self._source.parameters
         pieces = Pieces(
             np.concatenate([[0], np.cumsum(lengths)]),
             segments.length,
-            np.bincount(segments.sample, minlength=len(ids)),
+            counts,
+            self._second_sizes(ids, counts) if has_second else None,
         )
         for shard in np.unique(segments.shard).tolist():
             self._open(shard)
@@ -99,6 +105,21 @@ class SourceReader:
             return tokens, columns
 
         return pieces, *self.data.remote_reads.read(ids, copy)
+
+    def _second_sizes(self, ids: Ids, counts: Ids) -> Ids:
+        """Return the second sizes of the segments of samples; ``counts``: segments per sample."""
+        first, shards, first_in_shard = self._source.runs
+        run = np.searchsorted(first, ids, side="right") - 1
+        numbers = ids - first[run] + first_in_shard[run]
+        begins, sizes = np.cumsum(counts) - counts, np.empty(counts.sum(), np.int64)
+        for shard in np.unique(shards[run]).tolist():
+            index = self.data.samples.shards.index(shard)
+            assert index.segment_second is not None
+            chosen = np.flatnonzero(shards[run] == shard)
+            in_shard = np.asarray(index.sample_segment_offsets)[numbers[chosen]]
+            target = _positions(begins[chosen], counts[chosen])
+            sizes[target] = index.segment_second[_positions(in_shard, counts[chosen])]
+        return sizes
 
     def _copy(self, name: str, segments: SampleSegments, offsets: Ids, rows: NDArray[Any]) -> None:
         """Copy the rows of a column, or (without a name) tokens, to ``rows``."""
@@ -277,9 +298,19 @@ class Arranger:
             documents=DocumentTotals.of(documents, checked),
             dropped_tokens=dataset.num_tokens - int(lengths.sum(dtype=np.int64)),
             repeated_tokens=0,
+            **self._second(pieces),
         )
         whole = _core.whole_documents(*index.segment_arrays(), documents)
         return replace(index, documents=replace(index.documents, num_whole=whole))
+
+    def _second(self, pieces: list[Pieces]) -> dict[str, Any]:
+        """Return the fields of the index that describe second sizes: a document per segment."""
+        if "second_capacity" not in self.source.parameters:
+            return {}
+        sizes = [np.zeros(0, np.int64), *(p.second for p in pieces if p.second is not None)]
+        of_documents = np.concatenate(sizes)
+        of_segments = second_of_segments(of_documents, np.arange(len(of_documents)))
+        return {"segment_second": of_segments, "second": second_checksum(of_documents)}
 
 
 def plan_arrangement(

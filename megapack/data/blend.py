@@ -12,8 +12,8 @@
       - {name: math, index: math.shards.json, weight: 0.1}      # many datasets as one source
       - {name: late, prefix: late/docs, index: late/docs.samples, weight: 0}  # see stages
     columns: [experts, rewards]    # data per token; {rewards: fill}: some sources may lack it
-    max_epochs: 4                  # a run that repeats a source more often is refused, unless
-    run_tokens: 10_000_000_000     # its weight is lowered to last for this many tokens
+    max_epochs: 4                  # a run that would repeat a source more often is refused
+    run_tokens: 10_000_000_000     # instead, lower its weight so that it lasts for these tokens
     attention_window: 2048
     fim: {rate: 0.5, sentinels: {prefix: 7, suffix: 8, middle: 9}}     # fill-in-the-middle
     stages:
@@ -68,15 +68,16 @@ class Source:
     """Shards ``[first, last)`` of a shard manifest, so that shards added later can be a
     separate source; None: all."""
     weight: float | None = None
-    """Share of the tokens seen in training; None for all sources: by their sizes. 0: not drawn
-    until a stage gives the source another weight."""
+    """Share of the tokens seen in training; None for all sources: in proportion to their sizes. A
+    weight of 0: not drawn until a stage gives the source another weight; its held-out documents are
+    evaluated anyway."""
     max_epochs: float | None = None
     """``max_epochs`` of this source; None: ``BlendConfig.max_epochs``."""
     name: str | None = None
     """Name in stages and reports; None: the prefix, or the shard manifest."""
     labels: Literal["auto", "none"] = "auto"
     """``auto``: the labels are the column ``labels`` of the documents, if there is one; ``none``:
-    every token has its label."""
+    labels are the next tokens."""
     token_weights: Literal["auto", "none"] = "auto"
     """``auto``: the factors on the loss of each token are the column ``weights``, if there is one;
     ``none``: 1 for all."""
@@ -116,7 +117,8 @@ class Source:
             raise ConfigError(f"{subject} has valid_index, but no valid_prefix: give that, too")
 
     def relative_to(self, folder: Path) -> Source:
-        """Return the source with paths relative to the manifest's folder; addresses stay."""
+        """Return the source with paths relative to the manifest's folder; addresses are
+        unchanged."""
         names = ["prefix", "index", "valid_prefix", "valid_index", "scores"]
         paths = {name: getattr(self, name) for name in names}
         resolved: dict[str, Any] = {
@@ -188,7 +190,7 @@ class Stage:
     weights: dict[str, float] | None = None
     """Source name -> share of the tokens; a source that is not named is not drawn."""
     tokens_per_step: int | None = None
-    """As in ``megapack.data.steps.StepConfig``, like all down to ``micro_step_tokens``."""
+    """See ``megapack.data.steps.StepConfig``, for all fields down to ``micro_step_tokens``."""
     order: str | None = None
     """Order of the buckets."""
     num_cycles: int | None = None
@@ -200,8 +202,9 @@ class Stage:
     skip_steps: int = 0
     """Skip exactly the samples that steps ``from_step`` to ``from_step + skip_steps - 1`` draw in
     the run without this skip. Other stages may begin among these steps; the settings of this stage
-    apply to them. Once step ``from_step`` is taken, a resume refuses new stages among them: they
-    would change what was skipped. The samples count as seen and return in the next epoch."""
+    apply to them. Once step ``from_step`` is taken, a resume refuses new stages within this range,
+    because they would change what was skipped. The samples count as seen and return in the next
+    epoch."""
     exclude: dict[str, str] | None = None
     """Source name -> file of document ids (.npy of integers, or text with one per line) to mask
     until the end of the run (``megapack.data.sources``)."""
@@ -227,7 +230,7 @@ class Stage:
         if self.window_steps and not self.attention_window:
             raise ConfigError(
                 f"{self} has window_steps {self.window_steps} and attention_window "
-                f"{self.attention_window}; give the window at their end"
+                f"{self.attention_window}; give the window that they end with"
             )
         if self.exclude == {}:
             raise ConfigError(f"{self} has an empty exclude; name a source and its file")
@@ -273,9 +276,9 @@ class BlendConfig:
     """Most epochs of a source; a run with more is refused. None: no limit. With ``run_tokens``,
     the weights of sources at their limit are lowered instead, in favor of the others."""
     run_tokens: int | None = None
-    """Tokens of the whole run, steps x tokens_per_step, for which weights keep to ``max_epochs``
-    (``megapack.data.program.within_epochs``); with equal weights this is UniMax. Later tokens use
-    the weights as written."""
+    """Tokens of the whole run, steps x tokens_per_step, within which the weights respect
+    ``max_epochs`` (``megapack.data.program.within_epochs``); with equal weights this is UniMax.
+    Later tokens use the weights as written."""
     stages: tuple[Stage, ...] = ()
     """Changes at later steps, in order."""
     attention_window: int | None = None
@@ -302,10 +305,10 @@ class BlendConfig:
         if 0 < len(bare) < len(drawn):
             raise ConfigError(f"source {bare[0]!r} has no weight, but others do: give all or none")
         for source in self.sources:
-            if source.weight == 0 and not self.stages:
+            if source.weight == 0 and not self.stages and source.valid_prefix is None:
                 raise ConfigError(
-                    f"source {source.title!r} has weight 0 and no stage gives it another; leave it "
-                    "out to switch it off"
+                    f"source {source.title!r} has weight 0, no stage gives it another, and it has "
+                    "no valid_prefix to score; leave it out to switch it off"
                 )
 
     @property
@@ -320,6 +323,7 @@ class BlendConfig:
         return Mixture(
             weights=None if set(weights) == {None} else weights,
             names=[source.title for source in sources],
+            held_out=[source.valid_prefix is not None for source in sources],
             scores=[source.by_score for source in sources],
             loss_weights=[source.loss_weight for source in sources],
             fim=self.fim,
@@ -363,6 +367,8 @@ class Mixture:
     a stage changes its weight."""
     names: Sequence[str] | None = None
     """Names in stages and reports; None: the file names."""
+    held_out: Sequence[bool] | None = None
+    """Whether each source has held-out documents; only these may have weight 0 in every stage."""
     stages: Sequence[Stage] = ()
     """Changes at later steps."""
     decided: Sequence[Stage] = ()
@@ -373,7 +379,8 @@ class Mixture:
     max_epochs: float | Sequence[float | None] | None = None
     """Most epochs of a source, one for all or one per source; None: no limit."""
     run_tokens: int | None = None
-    """Tokens for which weights keep to ``max_epochs``; None: a run above that limit is refused."""
+    """Tokens within which weights respect ``max_epochs``; None: a run above that limit is
+    refused."""
     loss_weights: Sequence[float] | None = None
     """Factors on the loss of every source's labels; None: 1 for all."""
     loss: Loss = "token_mean"
@@ -424,12 +431,13 @@ class Mixture:
         return replace(plain, fim=None, fim_rates=None)
 
     def check_fim_rates(self, by: str, rates: Sequence[float]) -> None:
-        """Raise ConfigError unless the rates of all sources, given by ``by``, are valid."""
+        """Raise ConfigError unless the rates of all sources are valid; ``by`` names their
+        origin."""
         named = zip(self.names or (), rates, strict=True)
-        check_range(by, at_least=0, at_most=1, **{f"rate of fim of {n!r}": r for n, r in named})
+        check_range(by, at_least=0, at_most=1, **{f"fim rate of {n!r}": r for n, r in named})
         if self.fim is None and any(rates):
             raise ConfigError(
-                f"{by} has a rate of fim, and fim is not configured: give its sentinels (fim: "
+                f"{by} has a fim rate, but fim is not configured: give its sentinels (fim: "
                 "{sentinels: ...} in the manifest), or leave the rate out"
             )
 
@@ -489,7 +497,7 @@ class HostOptions(BlendConfig):
     cache_directory: str | None = None
     """Folder of the sample index; None: the host's cache path, else that of the first source."""
     node_local: bool = False
-    """The cache directory is a disk of each node, not shared: one process of each node builds."""
+    """The cache directory is on a local disk of each node, so one process of each node builds."""
 
 
 def load_blend(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> BlendConfig:

@@ -168,7 +168,8 @@ class PackedDataset(_Dataset):
         fim_rates: Sequence[float | None] | None = None,
         columns: Sequence[str] | Mapping[str, str] | None = None,
     ) -> None:
-        settings = without_none(locals(), (field.name for field in fields(Mixture)))
+        of_mixture = {field.name for field in fields(Mixture)} - {"held_out"}  # only manifests say
+        settings = without_none(locals(), of_mixture)
         if attention == "group" and positions == "document":
             raise ConfigError(
                 "positions: document restarts positions inside a group, attention: group continues "

@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 
 class ThreadPrefetcher(Iterator[T]):
-    """Iterator over an iterable that runs in a thread, which holds ``depth`` items and makes one.
+    """Iterator over an iterable that runs in a thread, up to ``depth`` finished items ahead.
     An exception of the iterable is raised in place of its item. ``close`` joins the thread; the
     iterator calls it at the end and on an exception."""
 
@@ -79,7 +79,7 @@ class ThreadPrefetcher(Iterator[T]):
 
 _PORTIONS = 8
 _GROWTH_IF_READY = 0.25  # part of the consumed bytes by which a sufficient lookahead grows
-_LEAST_BYTES = 1 << 14  # counted per micro batch, also if it needs nothing remote
+_LEAST_BYTES = 1 << 14  # counted even for a micro batch that needs nothing remote
 
 
 def prefetch_remote(
@@ -443,7 +443,7 @@ class LoaderState:
         return {**self._schedule.state_dict(step), **self._content}
 
     def resume_step(self, state: Mapping[str, Any]) -> int:
-        """Return the step to continue with; log changes of later steps. Raises ResumeError if
+        """Return the step to continue with; log changes to later steps. Raises ResumeError if
         earlier steps or the bytes of the data differ, or if the state is damaged."""
         with refuse_damage("the saved state of the data"):
             changes = self._schedule.check_state(state)

@@ -106,7 +106,8 @@ def resolve(
             program = _skip(program, base, begin, stage.skip_steps)
     final, _ = settings()
     for number, name in enumerate(mixture.names or ()):
-        if not any(stage.weights[number] != 0 for stage in final):
+        is_scored = mixture.held_out is not None and mixture.held_out[number]
+        if not is_scored and not any(stage.weights[number] != 0 for stage in final):
             raise ConfigError(
                 f"source {name!r} has weight 0 in every stage; give it a positive one in some "
                 "stage, or leave it out"

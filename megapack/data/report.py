@@ -45,8 +45,8 @@ def times_drawn(stage: StageDraws, source: int, ids: Ids, step: int) -> Ids:
 
 
 def last_step(stage: StageDraws, source: int, ids: Ids, step: int) -> int:
-    """Return the last step of a stage before ``step`` that draws one of the samples; it must draw
-    each."""
+    """Return the last step of a stage before ``step`` that draws one of the samples; the stage must
+    have drawn each of them."""
     return max(
         stage.last_step(source, capacity, samples, step)
         for capacity, _, samples in _by_bucket(stage, source, ids)

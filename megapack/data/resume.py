@@ -61,7 +61,7 @@ _CONSEQUENCE = dict.fromkeys((*_WHOLE_RUN, *_DRAWS, *_SKIPS), _RESHUFFLED) | {
     "tokens_per_step": "the step number follows from the tokens seen; a step draws other samples",
     "row_tokens": "draws hold a different number of samples; " + _RESHUFFLED,
     "cost_window": "samples of a window are grouped differently; " + _RESHUFFLED,
-    "indices": "other data; the epochs counted so far no longer mean anything",
+    "indices": "other data; the epoch counts so far are meaningless",
     "weights": "sources are taken in different proportions; " + _RESHUFFLED,
     "exclude": "other documents are masked than before",
     "loss_weights": _REWEIGHTED,
@@ -71,7 +71,7 @@ _CONSEQUENCE = dict.fromkeys((*_WHOLE_RUN, *_DRAWS, *_SKIPS), _RESHUFFLED) | {
     "fim": "the same samples are drawn, and fill-in-the-middle transforms documents differently",
     "fim_rates": "the same samples are drawn, with fill-in-the-middle at other rates",
     "attention_window": "the same samples are drawn, with a different attention window",
-    "attention": "the same samples are drawn, but attention has another extent",
+    "attention": "the same samples are drawn, but attention covers other ranges",
 }
 ORDER_FIELDS = frozenset(_CONSEQUENCE)
 """Names of all fields that determine the order of samples."""
@@ -177,7 +177,7 @@ def check_state(current: State, state: State, allow_change: Collection[str] = ()
     rewritten = dict(past[0][1]) if past else {}
     for _, differences in past[1:]:
         for name, text in differences:
-            if name != "from_step":  # the first difference has named the step
+            if name != "from_step":  # the first difference already names the step
                 rewritten.setdefault(name, text)
     differing += rewritten.items()
     refused = [(name, text) for name, text in differing if name not in allow_change]
@@ -293,8 +293,8 @@ def content_digests(data: PackedDataset) -> dict[str, list[Any]]:
     """Return digests of the bytes of tokens and columns that every source reads, from at most 64
     evenly spaced shards of each.
 
-    The keys are the source's number and the fingerprint of its samples, with the name of a column:
-    those that two runs have in common must have the same bytes.
+    A key consists of the source's number, the fingerprint of its samples and, for a column, its
+    name. If two runs have a key in common, the bytes must be the same.
     """
     digests: dict[str, list[Any]] = {}
     names = (*INTERPRETED, *data.columns)

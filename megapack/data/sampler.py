@@ -143,8 +143,8 @@ class BucketBatchSampler(Iterable[MicroBatch]):
 
     Args:
         schedule: the same on all ranks.
-        data_parallel_rank, data_parallel_size: this rank and the number of ranks; the ranks of a
-            group that shares samples (``sequence_parallel_size``) count one by one.
+        data_parallel_rank, data_parallel_size: this rank and the number of ranks; each rank of a
+            group that shares samples (``sequence_parallel_size``) counts.
         micro_batch_tokens: tokens of one forward pass of one rank, padding included.
         start_step: first step, counted from the beginning of the run.
         num_steps: number of steps; None: to the end of the first epoch.
@@ -182,8 +182,8 @@ class BucketBatchSampler(Iterable[MicroBatch]):
     ) -> None:
         if not 0 <= data_parallel_rank < data_parallel_size:
             raise ConfigError(
-                f"data_parallel_rank is {data_parallel_rank} of {data_parallel_size} ranks, which "
-                "are counted from 0"
+                f"data_parallel_rank is {data_parallel_rank}; it must be at least 0 and below "
+                f"data_parallel_size, {data_parallel_size}"
             )
         check_group(sequence_parallel_size, data_parallel_size)
         if start_step < 0:
@@ -398,8 +398,8 @@ def weigh_step(schedule: Schedule, content: Step, samples: SampleSource) -> Step
 
 
 def refuse_token_weights(samples: SampleSource, refuse: Callable[[str, str], NoReturn]) -> None:
-    """Call ``refuse(problem, option to leave out)``, which raises, if loss masks have weights: for
-    callers that only count labels."""
+    """Call ``refuse(problem, option to leave out)``, which must raise, if loss masks carry weights.
+    For callers that only count labels."""
     weighted = [
         n for n, weights in zip(samples.names, samples.token_weights, strict=True) if weights
     ]

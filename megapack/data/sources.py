@@ -481,6 +481,24 @@ class SampleSource:
             costs[positions] = pairs + pairs_of_padding
         return costs
 
+    def second_sizes(self, ids: Ids, capacity: int, view: StepView = PLAIN) -> tuple[int, int]:
+        """Return the sum of the second sizes in samples of one capacity, and of their second
+        capacities; samples that were packed without second sizes count in neither."""
+        held = room = 0
+        for shard, _, local in self._by_shard(ids) if self._has_second else ():
+            index = self.shards.index(shard)
+            if index.segment_second is not None:
+                segments, _, lengths = self._kept(shard, local, view)
+                kept = segments[lengths > 0]
+                bucket = index.bucket_capacity.tolist().index(capacity)
+                held += int(np.asarray(index.segment_second[kept], np.int64).sum())
+                room += index.parameters["second_capacity"][bucket] * len(local)
+        return held, room
+
+    @cached_property
+    def _has_second(self) -> bool:
+        return any("second_capacity" in index.parameters for index in self.indices)
+
     def count_labels(self, ids: Ids, view: StepView = PLAIN) -> Ids:
         """Return for every sample the number of tokens with a label, int64 (len(ids),)."""
         return self.label_totals(ids, view).labels
@@ -489,7 +507,7 @@ class SampleSource:
         """Return the labels of every sample; without a counter, all but a document's last token."""
         if self._counter is not None:
             return self._counter(ids, view)
-        assert view.epochs is None, "bare indices have no fill-in-the-middle"
+        assert view.epochs is None, "fill-in-the-middle needs a counter of labels"
         counts, sequences = np.empty((2, len(ids)), np.int64)
         for shard, positions, local in self._by_shard(ids):
             index = self.shards.index(shard)

@@ -42,8 +42,8 @@ class TreeBatch(dict[str, Any]):
       int: the nodes and paths (``megapack.attention.TreeSegments``).
     - ``sequences``: int64 (S,), numbers of the sequences, in the order of the next entries.
     - ``token_offsets``: int64 (S + 1,), and ``token_index``: int64 (P,), the rows of all positions.
-    - ``occurrence_offsets``: int64 (T + 1,), and ``occurrences``: int64 (P,): the entries of
-      ``token_index`` that are each token of the row.
+    - ``occurrence_offsets``: int64 (T + 1,), and ``occurrences``: int64 (P,): for each token of the
+    row, its entries in ``token_index``.
     - columns: (1, T, ...).
     """
 

@@ -223,7 +223,8 @@ def write(
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
     """Return the header and the arrays: small ones checked, large ones as ``CheckedArray``. Raises
-    FormatError if it is not a ``.samples`` file, damaged, or of another version; OSError."""
+    FormatError if it is not a ``.samples`` file, damaged, or of another version, and OSError if it
+    cannot be read."""
     if path.exists() and not path.is_file():
         raise FormatError(f"{path} is not a regular file, so it is not a .samples file")
     try:
@@ -288,9 +289,9 @@ def _read_header(path: Path, file: IO[bytes], size: int) -> dict[str, Any]:
         raise FormatError(f"{path} is {kind}: it has {size} bytes instead of {expected_size}")
     has_groups = header.setdefault("groups", None) is not None
     if version != VERSION_OF_TREES and has_groups != (version == VERSION_OF_GROUPS):
-        raise FormatError(f"{path} is damaged: its version is {version}, and only 3 has groups")
+        raise FormatError(f"{path} is damaged: groups do not match its version, {version}")
     if (header.setdefault("second", None) is not None) != (version == VERSION_OF_SECOND):
-        raise FormatError(f"{path} is damaged: its version is {version}, and only 5 has second")
+        raise FormatError(f"{path} is damaged: second sizes do not match its version, {version}")
     return {**header, "version": version, "end": _PREAMBLE.size + header_size}
 
 
@@ -354,7 +355,7 @@ def _check_small(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
     if samples[0] != 0 or (samples[1:] < samples[:-1]).any():
         raise FormatError(
             f"{path}: bucket_sample_offsets is {_listed(samples)}; offsets start at 0 and must "
-            "not descend"
+            "not decrease"
         )
     ends = arrays.get("segment_end_offsets")
     if ends is not None and len(ends) != segments[-1] + 1:

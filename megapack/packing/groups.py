@@ -42,7 +42,8 @@ GROUP_COUNTS = ("num_groups", "num_cut_groups", "num_groups_longer_than_largest_
 def read_groups(groups: str, prefix: str, num_documents: int) -> Ids:
     """Return the group ids of all documents of a dataset. ``groups`` is the path of a .npy, or
     ``auto``: the dataset ``<prefix>.groups`` with one number per document (``tokenize
-    --group-key``). Raises as ``check_groups`` does; FormatError, OSError."""
+    --group-key``). Raises the errors of ``check_groups``, and FormatError or OSError if the file
+    cannot be read."""
     if groups != "auto":
         return check_groups(np.array(open_npy(groups)), num_documents, groups)
     name = prefix + GROUPS

@@ -124,8 +124,8 @@ def _repeated_tokens(documents: Lengths, begin: Lengths, length: NDArray[np.int3
     order = np.lexsort((begin, documents))
     begins, ends = begin[order].astype(np.int64), (begin + length)[order].astype(np.int64)
     same_document = np.concatenate([[False], np.diff(documents[order]) == 0])
-    # Largest end of the earlier segments of the same document: a running maximum, in which every
-    # document has a range of numbers above all earlier documents.
+    # Largest end of the earlier segments of the same document: a running maximum over all segments.
+    # Adding ``base`` lifts each document above all earlier ones, so that their ends do not count.
     base = np.cumsum(~same_document) * (ends.max(initial=0) + 1)
     earlier_end = np.roll(np.maximum.accumulate(base + ends), 1) - base
     overlap = np.minimum(ends, earlier_end) - begins
@@ -362,8 +362,8 @@ def pack(
 def _rounded(
     documents: Lengths, step: int, room: int, capacity: int
 ) -> tuple[Lengths, Lengths, Lengths]:
-    """Return lengths, the same with room for fill-in-the-middle, and rounded up to ``step``; all
-    int64 if int32 is too narrow."""
+    """Return three arrays: the lengths; the lengths with room for fill-in-the-middle; and these
+    rounded up to ``step``. All are int64 if int32 is too narrow."""
     with_room = with_fim_room(documents, room, capacity) if room else documents
     if step == 1:
         return documents, with_room, with_room
@@ -409,7 +409,8 @@ def _check_buckets(buckets: int | Iterable[int], strategy: Strategy) -> list[int
 
 
 def _check_lengths(lengths: ArrayLike, capacity: int) -> tuple[Lengths, _core.DocumentLengths]:
-    """Return the lengths as int32, or int64 if one needs it, and as checked by the core."""
+    """Return the lengths as int32, or as int64 if one needs it, and the core's checked view of
+    them."""
     if isinstance(lengths, str):
         raise DataError(
             f"lengths is {lengths!r}; it must be tokens per document: for a dataset on disk, give "
@@ -425,7 +426,7 @@ def _check_lengths(lengths: ArrayLike, capacity: int) -> tuple[Lengths, _core.Do
         )
     if array.dtype not in (np.int32, np.int64, np.uint64):
         array = array.astype(np.int64)
-    array = np.require(array, requirements=["C", "A"])  # an .idx has them at byte 34: unaligned
+    array = np.require(array, requirements=["C", "A"])  # unaligned in an .idx (byte 34)
     checked = _core.DocumentLengths(array, capacity=capacity)
     if array.dtype == np.int32:
         return array, checked

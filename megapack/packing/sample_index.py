@@ -91,7 +91,7 @@ def how_it_differs(
     release = header["created_by"]
     recorded_and_expected = {
         "another dataset": ((header["source"] or {}).get("fingerprint"), dataset),
-        "other documents of it": ((header["source"] or {}).get("documents"), chosen),
+        "other documents of this dataset": ((header["source"] or {}).get("documents"), chosen),
         "other tokens": ((header["source"] or {}).get("tokens"), tokens),
         "other groups": ((header["groups"] or {}).get("ids"), groups),
         "other second sizes": (header["second"], second),
@@ -116,7 +116,8 @@ _HEADER = (
 
 
 class WithRoom:
-    """Base of classes with the ``parameters`` of a packing: room in its samples."""
+    """Base of classes that have the ``parameters`` of a packing: the room that it left in
+    samples."""
 
     parameters: Any
 
@@ -159,11 +160,11 @@ class SampleIndex(WithRoom):
             group; None: packed without groups.
         groups: checksum of the group ids (``ids``) and ``GROUP_COUNTS``; None: without groups.
         segment_second: int32 or int64 (num_segments,), second size of the segment's document; None:
-            packed without, like ``second``, the checksum of the second sizes of all documents.
+            packed without second sizes.
         segment_parent: int32 (num_segments,), number in the sample of the segment that each segment
             continues, -1: none. Segments are the nodes of prefix trees, parents first: a segment's
             ``segment_begin`` is the length of the path to it, and its tokens are those of every
-            document through it. None: no trees, like the next two.
+            document through it. None: no trees. This also holds for the next two.
         segment_end_offsets: int64 (num_segments + 1,); the documents from
             ``end_document[segment_end_offsets[s]]`` to ``[segment_end_offsets[s + 1]]`` end with s.
         end_document: (documents that are not empty,), dtype as ``segment_document``; each once.
@@ -361,8 +362,9 @@ class SampleIndex(WithRoom):
         return _core.label_tokens(*self.segment_arrays(), self._check_lengths(document_lengths))
 
     def attention_cost(self) -> NDArray[np.int64]:
-        """Return the attention work of each sample, int64 (num_samples,): the sum of segment length
-        squared; in trees, of the difference of squares of both ends (``segment_pairs``)."""
+        """Return the attention work of each sample, int64 (num_samples,): the sum of squared
+        segment lengths; in trees, the sum of end^2 - begin^2 over the segments
+        (``segment_pairs``)."""
         if self.has_trees:
             pairs = segment_pairs(self.segment_begin, self.segment_length)
             return np.diff(np.append(0, np.cumsum(pairs))[self.sample_segment_offsets])
@@ -576,6 +578,7 @@ def _load_again(path: Path, fingerprint: str) -> SampleIndex:
     index = SampleIndex.load(path)
     if index.fingerprint != fingerprint:
         raise IndexMismatchError(
-            f"{path} holds other samples than when it was opened: packed again; start the run again"
+            f"{path} holds other samples than when it was opened: it was packed again. Restart "
+            "the run"
         )
     return index

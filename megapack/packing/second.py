@@ -48,8 +48,8 @@ def second_capacities(given: int | Iterable[int], num_buckets: int) -> list[int]
         )
     if any(larger < smaller for smaller, larger in pairwise(capacities)):
         raise ConfigError(
-            f"second_capacity is {capacities}, in the order of ascending buckets; it must not "
-            "descend, so that a larger bucket holds every document of a smaller one"
+            f"second_capacity is {capacities}, in the order of ascending buckets; it must "
+            "not decrease, so that a larger bucket holds every document of a smaller one"
         )
     return capacities
 
@@ -57,8 +57,8 @@ def second_capacities(given: int | Iterable[int], num_buckets: int) -> list[int]
 def check_second(
     sizes: ArrayLike | None, lengths: Lengths, capacities: list[int] | None
 ) -> Sizes | None:
-    """Return the sizes as int64 (num_documents,), 0 for empty documents, which no sample has; None
-    if sizes and capacities are None. Raises ConfigError if only one of them is, DataError for
+    """Return the sizes as int64 (num_documents,), 0 for empty documents, which are in no sample;
+    None if sizes and capacities are None. Raises ConfigError if only one of them is, DataError for
     a wrong shape or dtype, a size below 0, or a size above all capacities."""
     if sizes is None and capacities is None:
         return None
@@ -80,8 +80,8 @@ def check_second(
         raise DataError(
             f"document {larger[0]} has the second size {array[larger[0]]:,}, and the largest "
             f"bucket holds {capacity:,}; {len(larger):,} of {len(array):,} documents exceed it, "
-            f"and none is cut for it: raise second_capacity to {array[larger].max():,}, or "
-            "leave them out (--documents)"
+            "and documents are not cut for it: raise second_capacity to "
+            f"{array[larger].max():,}, or leave them out (--documents)"
         )
     return np.where(filled, array, 0).astype(np.int64)
 
@@ -90,7 +90,7 @@ def read_second(second: str, prefix: str) -> NDArray[Any]:
     """Return the second size of every document of a dataset. ``second`` is the path of a .npy, or
     the name of a column of integers; the sum of its rows over a document is the second size.
     Raises ConfigError if the column does not exist or does not have one integer per token;
-    FormatError, OSError."""
+    FormatError or OSError if a file cannot be read."""
     if second.endswith(".npy"):
         return np.array(open_npy(second))
     dataset = IndexedDataset(prefix)

@@ -117,9 +117,9 @@ class Strategy:
     run: Callable[[Request], Packing]
     parameters: tuple[Parameter, ...] = ()  # in the order of the table in docs
     many_buckets: bool = False  # ``buckets`` may have more than one capacity
-    may_drop: bool = False  # by definition, a token may be in no sample
-    may_repeat: bool = False  # by definition, a token may be in several samples
-    needs_tokens: bool = False  # lengths are not enough
+    may_drop: bool = False  # the strategy may leave tokens out of all samples
+    may_repeat: bool = False  # the strategy may put a token into several samples
+    needs_tokens: bool = False  # the strategy reads tokens, not only lengths
     two_capacities: bool = False  # buckets may limit a second size of documents
     # Name -> function that returns a paper's parameters for the largest capacity.
     presets: Mapping[str, Callable[[int], dict[str, Any]]] = field(default_factory=dict)
@@ -434,8 +434,9 @@ def _bucket_rules(
     if promote == "auto":
         off, on = (_Outcome.of(counts, buckets, rules[name]) for name in ("off", "on"))
         tried = {"off": off}
-        # Promotion leaves fewer samples in small buckets, and lookahead the fewest: a draw that
-        # needs more repeats them. So stop at the first that pads little enough.
+        # Promotion leaves fewer samples in small buckets, and lookahead leaves the fewest. A draw
+        # that needs more samples than a bucket has repeats them, so stop at the first that pads
+        # little enough.
         if off.pads_too_much(tokens):
             tried["on"] = on
             if on.pads_too_much(tokens):
@@ -525,8 +526,9 @@ def _bucket_llm(request: Request, *, pairs: bool) -> Packing:
         "promote",
         "auto",
         "on: a sample that would be padded by more than padding_threshold moves to a larger "
-        "bucket and gets more documents; lookahead: on, and documents that leave no space or "
-        "enough for another come first; auto: the first of off, on and lookahead that pads at most "
+        "bucket and gets more documents; lookahead: as on, but prefer documents that "
+        "leave no space, or enough for another one; auto: the first of off, on and lookahead that "
+        "pads at most "
         "0.1 %, else the one that pads least",
         choices=("auto", "on", "lookahead", "off"),
     ),
@@ -540,8 +542,8 @@ def _bucket_llm(request: Request, *, pairs: bool) -> Packing:
     Parameter(
         "max_segments",
         None,
-        "limit of segments of a sample of the largest bucket, for smaller buckets in "
-        "proportion, so that cu_seqlens has a fixed length (default: no limit)",
+        "limit of segments in a sample of the largest bucket, proportionally lower for "
+        "smaller buckets, so that cu_seqlens has a fixed length (default: no limit)",
         minimum=1,
         maximum=(1 << 31) - 1,
     ),

@@ -1,7 +1,7 @@
 """Strategy ``tree``: documents that share prefixes become samples of unique tokens.
 
 - ``pack_trees``: cut, assign and store the trees; called by ``pack``.
-- ``tokens_of``: what ``pack`` needs of a dataset for this strategy.
+- ``tokens_of``: the tokens of a dataset, as ``pack`` needs them for this strategy.
 
 Three documents in one sample of 8 tokens; every segment is a node of a prefix tree:
 
@@ -82,7 +82,7 @@ def tokens_checksum(arguments: dict[str, Any]) -> str | None:
 
 
 def check_tree(buckets: list[int], parameters: Any) -> None:
-    """Raise ConfigError for options that trees do not have."""
+    """Raise ConfigError for options that trees do not support."""
     del buckets
     for name, reason in (
         ("alignment", "context parallelism divides segments, and a node needs its whole path"),
@@ -99,14 +99,14 @@ def pack_trees(
 
     Documents of one group are in one sample if their tree fits. ``max_depth`` limits the nodes on a
     path; documents that branch below it get copies of a node. With groups, also their
-    ``GROUP_COUNTS``. Raises DataError for a document longer than the capacity, ValueError for paths
-    of more than 256 tokens for each of the capacity.
+    ``GROUP_COUNTS``. Raises DataError for a document longer than the capacity, ValueError if all
+    paths together have more than 256 times as many tokens as the capacity.
     """
     lengths, groups = documents.lengths, documents.groups
     if lengths.max(initial=0) > capacity:
         i, longer = int(np.argmax(lengths)), int((lengths > capacity).sum())
         raise DataError(
-            f"document {i} has {lengths[i]:,} tokens, and a sample has {capacity:,}: a tree has "
+            f"document {i} has {lengths[i]:,} tokens, and a sample has {capacity:,}: a tree holds "
             f"whole documents, so give a larger bucket, or leave out the {longer:,} longer than a "
             "sample (--documents)"
         )

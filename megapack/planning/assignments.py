@@ -107,7 +107,7 @@ def _karmarkar_karp(
     lengths: Integers, cluster: Cluster, max_tokens: int, linear_cost_tokens: float
 ) -> StepPlan:
     """Divide documents by cost among groups, then each group's among its micro batches. The fullest
-    group's tokens decide the number of micro batches; one may exceed max_tokens."""
+    group's tokens decide the number of micro batches; a micro batch may exceed max_tokens."""
 
     def divide(documents: list[int], num_parts: int) -> list[list[int]]:
         costs = [n * (linear_cost_tokens + n) for n in documents]

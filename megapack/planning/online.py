@@ -38,7 +38,7 @@ __all__ = ["PlannedMicroBatch", "StepPlanner"]
 
 # Shares of the ranks' capacity to fill, tried in this order until a plan fits.
 FILL_SHARES = (0.99, 0.98, 0.96, 0.93)
-MAX_SQUARES = 1 << 56  # sum of squared lengths of one plan (csrc/core/planning/step_plan.cpp)
+MAX_SQUARES = 1 << 56  # limit: sum of squared lengths in a plan (csrc/core/planning/step_plan.cpp)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -210,8 +210,8 @@ class StepPlanner:
             saved = state["options"].get(name)
             if saved != value:
                 raise ResumeError(
-                    f"the state is of a planner with {name}={saved!r}, this one has {value!r}; the "
-                    "assignment of documents would change: use the same options"
+                    f"the state is from a planner with {name}={saved!r}, this one has {value!r}; "
+                    "the assignment of documents would change: use the same options"
                 )
         self._clear()
         self._ids, self._lengths = list(state["ids"]), list(state["lengths"])
@@ -367,7 +367,8 @@ class StepPlanner:
             plan = self._plan(np.arange(count))
             if plan.num_micro_batches <= num_micro_batches:
                 return self._remove(plan, np.arange(count))
-        # The documents fit together poorly: plan all, and keep those of the emptiest micro batches.
+        # The documents fit together poorly: plan all, and let those of the emptiest micro batches
+        # wait.
         plan = self._plan(np.arange(len(self._ids)))
         multiple = self._options["micro_batch_multiple"]
         kept = np.zeros(len(self._ids), bool)

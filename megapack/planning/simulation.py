@@ -187,7 +187,7 @@ class StepTime:
 
     @property
     def over_ideal(self) -> float:
-        """Duration of the step divided by the ideal; prefix trees can be below 1."""
+        """Duration of the step divided by the ideal; with prefix trees it can be below 1."""
         return self.time / self.ideal if self.ideal else 1.0
 
 
@@ -208,7 +208,8 @@ def simulate_step(
     Args:
         linear_cost_tokens: tokens, as in ``StepPlan.cost``.
         exchange_cost_tokens: tokens; exchanging the keys and values of a token costs as much as
-            attention over so many tokens. Only the part beyond the micro batch's attention counts.
+            attention over this many tokens. Only the part beyond the micro batch's attention
+            counts.
 
     Raises:
         ValueError: the step was assigned to another number of ranks.
@@ -216,7 +217,7 @@ def simulate_step(
     stages, parts = cluster.pipeline_parallel, cluster.virtual_stages
     count, ranks = assigned.tokens.shape
     if ranks != cluster.num_ranks:
-        raise ValueError(f"the step has {ranks} ranks, but the cluster {cluster.num_ranks}")
+        raise ValueError(f"the step has {ranks} ranks, but the cluster has {cluster.num_ranks}")
     overlapped = np.maximum(assigned.attention, exchange_cost_tokens * assigned.exchanged)
     cost = (linear_cost_tokens * assigned.tokens + overlapped) / (stages * parts)
     if parts > 1:

@@ -237,7 +237,7 @@ def plan_step(
     """Assign documents so that ranks have equal work, in as few micro batches as possible.
 
     A rank's work in a micro batch is the sum of its documents' costs. `balance` names the path to
-    minimize; with several kinds of cost, the path of the kind furthest above its lower bound.
+    minimize; with several kinds of cost, it is the path of the kind furthest above its lower bound.
     First, documents are assigned, most expensive first, to the rank with the least work; bins with
     similar work form one micro batch. Then documents are exchanged between the busiest rank and
     others while that helps, up to a fixed number of attempts. Eight documents of 9,216, 32,512,
@@ -269,10 +269,11 @@ def plan_step(
             micro batch if they fit (rollouts of a prompt, preference pairs). With
             `max_context_parallel_size` above 1 the same ranks share all of a group, in one micro
             batch. None: no groups.
-        balance: when ranks synchronize, hence what is minimized. ``micro_batches``: after each
-            (ZeRO-3, FSDP): sum over micro batches of the busiest rank. ``step``: once: the busiest
-            rank of the step. ``pipeline``: the largest micro batch of a rank; among equals the
-            busiest rank of the step.
+        balance: what to minimize; choose it by when ranks synchronize. ``micro_batches`` (after
+            each micro batch: ZeRO-3, FSDP) minimizes the sum over micro batches of the busiest
+            rank. ``step`` (once per step) minimizes the busiest rank of the step. ``pipeline``
+            minimizes the largest micro batch of any rank; among equals, the busiest rank of the
+            step.
         micro_batch_multiple: the number of micro batches is a multiple of this, for virtual
             pipeline stages; some may be empty.
 

@@ -142,7 +142,8 @@ class Tree:
         return np.argsort(self.token_index, kind="stable").astype(np.int64)
 
     def gather(self, sequences: Any, offsets: Any = None) -> NDArray[Any]:
-        """Return the row's values, (T, ...): tokens or anything else that a shared prefix shares.
+        """Return the row's values, (T, ...): tokens, or anything else that is equal in a shared
+        prefix.
 
         Args:
             sequences: as in ``plan_trees``: a list of arrays by sequence number, or one flat array
@@ -316,8 +317,8 @@ def plan_trees(
 
     Raises:
         ValueError: a sequence is empty or exceeds a tree, arrays do not match, equal keys have
-            different lengths, the paths of a tree have more than 256 tokens for each of
-            `max_tokens_per_rank` (lower `max_depth`), or an argument is out of range.
+            different lengths, all paths of a tree together have more than 256 x
+            `max_tokens_per_rank` tokens (lower `max_depth`), or an argument is out of range.
     """
     counts = {
         "num_ranks": checked_integer("num_ranks", num_ranks, 1, 1 << 20),

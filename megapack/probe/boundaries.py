@@ -58,7 +58,8 @@ class SegmentPlaces(NamedTuple):
 
     @staticmethod
     def between(ends: Tensor, padded: Tensor, row: int) -> SegmentPlaces:
-        """Return the segments between ``ends``, at places between ``padded`` ends."""
+        """Return the segments whose lengths follow from ``ends`` and whose places follow from the
+        ``padded`` ends."""
         ends, padded = ends.long().cpu(), padded.long().cpu()
         if ends.dim() == 1:
             ends, padded = ends[None], padded[None]
@@ -232,7 +233,7 @@ def _of_positions(positions: Tensor, row: int) -> Tensor:
 
 
 def _of_ids(ids: Tensor) -> Tensor:
-    """Return the documents of ids, on which ranks that share documents agree; the row is in the
+    """Return the documents of ids. Ranks that share documents get equal numbers; the row is in the
     upper bits."""
     padding = ids < 0
     if bool((ids[:, 0] != 0).all()):
@@ -259,7 +260,7 @@ def alone(batch: Mapping[str, Any], documents: Documents, places: Tensor) -> dic
 
 
 def _cut(batch: Mapping[str, Any], name: str, documents: Documents, places: Tensor) -> Any:
-    """Return an entry of ``alone``, of the type of the batch's entry."""
+    """Return an entry of ``alone`` in the type that the batch's entry has."""
     rows, row, size, given = documents.rows, documents.row, len(places), batch[name]
     flat = batch[tokens_of(batch)].dim() == 1
     if name in LIKE_MAX and not isinstance(given, Tensor):
@@ -300,8 +301,8 @@ def _cut(batch: Mapping[str, Any], name: str, documents: Documents, places: Tens
 
 
 def _form_in(batch: Mapping[str, Any], name: str, documents: Documents) -> str | None:
-    """Return the form of boundaries in an entry, also of one with an unknown name that describes
-    the documents of the batch; None for other entries."""
+    """Return the form of the boundaries in an entry. An entry with an unknown name counts if it
+    describes the documents of the batch; None for other entries."""
     if name in LIKE_CU_SEQLENS or name.endswith("_padded"):
         return "cu_seqlens"
     rows, row = documents.rows, documents.row

@@ -1,7 +1,7 @@
-"""Calls of a target with a batch: arguments, changed tokens, a head of few logits, counted labels.
+"""Call a target with a batch: choose arguments, change tokens, compute few logits, find labels.
 
-tokens   5 6 7 8 9      changed_batch: other ids in changed documents; labels that are
-labels   6 7 _ 9 _      tokens follow them
+tokens   5 6 7 8 9      changed_batch: other ids in changed documents; labels that
+labels   6 7 _ 9 _      repeat tokens change with them
 counted  1 1 0 1 0      a counted label at the end of a document belongs to another one
 """
 
@@ -51,7 +51,7 @@ def is_compiled(target: Any) -> bool:
 
 
 def modules_of(target: Any) -> list[nn.Module]:
-    """Return the modules of a target; of a function, those that it refers to by name."""
+    """Return the modules of a target; for a function, those that it refers to by name."""
     if isinstance(target, nn.Module):
         return list(target.modules())
     function = inspect.unwrap(getattr(target, "_torchdynamo_orig_callable", target))
@@ -144,9 +144,9 @@ def label_shift(tokens: Tensor, labels: Tensor) -> int:
 def counted_ends(
     batch: Mapping[str, Any], documents: Documents, run: Any, *, labeled: bool
 ) -> list[int]:
-    """Return the last tokens of documents whose loss counts although another document follows in
-    the row: by the gradient of a loss of the whole batch, else by labels that are tokens.
-    ``labeled``: the loss has labels even if its gradients do not show them."""
+    """Return the last tokens of documents that have a loss although another document follows in the
+    row. The gradient of a loss of the whole batch shows them, or else the labels. ``labeled``: the
+    loss has labels even if its gradients do not show them."""
     of_token, row, ids = documents.of_token, documents.row, batch[tokens_of(batch)]
     ends = torch.zeros(len(of_token), dtype=torch.bool)
     ends[:-1] = (of_token[1:] != of_token[:-1]) & (of_token[1:] >= 0) & (of_token[:-1] >= 0)
@@ -159,8 +159,9 @@ def counted_ends(
             if tokens is not None and bool((tokens != 0).any()):
                 counted = (tokens != 0).any(dim=1).cpu()
                 if not ids.is_floating_point():
-                    # Cross-entropy has its lowest gradient at the label: an end without it has an
-                    # auxiliary loss, or a label inside its document. Hidden states have no labels.
+                    # The gradient of cross entropy is lowest at the label. If it is not lowest at
+                    # the next token, the end has an auxiliary loss or another label. Hidden states
+                    # have no labels.
                     follows = tokens.argmin(dim=1).cpu() == ids.flatten().roll(-1).cpu()
                     inside = counted & ~ends
                     if 2 * int((inside & follows).sum()) > int(inside.sum()):

@@ -179,7 +179,8 @@ class Passes:
         if found:
             found = self.exact(found, base)
         elif len(self.numbers) > 2:
-            # The numbers of a pair may both be odd or even; a choice of experts has no gradient.
+            # Two documents may both have odd or even numbers, and a choice of experts has no
+            # gradient.
             changed = groups(len(self.numbers))[0][self.of_token] & (self.of_token >= 0)
             run = self.run(self.changed(changed), eager=True)
             found = merge(share(self.affected(base, changed, run)))
@@ -425,7 +426,7 @@ class Passes:
 
     def alone_leaks(self, base: Run) -> list[Leak]:
         """Compare documents alone with the same ones in their row: the shortest, the longest, and
-        one inside a row. Its first position has few factors of two."""
+        one inside a row, at a first position with few factors of two."""
         numbers = sorted(self.documents.numbers, key=lambda n: len(self.documents.places(n)))
         begins = {n: int(self.documents.places(n)[0]) % self.documents.row for n in numbers}
         # Sizes of chunks and windows are powers of two: odd first positions show them.
@@ -452,7 +453,7 @@ class Passes:
                 continue
             leak = partial(differ, places=places, allowed=allowed)
 
-            # Positions, which are integers, may differ: then their embedding begins to differ.
+            # Integer inputs (positions) may differ; then the difference begins in their embedding.
             first = (
                 (ours, theirs)
                 for ours, theirs in self.pairs(base, run)
@@ -466,7 +467,7 @@ class Passes:
             uncut = [name for name in batch if uncut_list(batch[name], self.batch[name])]
             if leak_alone.kind == "expert_capacity":  # seen above unless rounding decides a tie
                 self.notes.append(
-                    f"document {number} has other experts alone, in {leak_alone.layer}"
+                    f"document {number} gets other experts if it runs alone, in {leak_alone.layer}"
                 )
             elif uncut:
                 self.notes.append(
@@ -621,8 +622,9 @@ def groups(count: int) -> list[Tensor]:
     """
     size = next(n for n in range(2, SETS + 1) if math.comb(n, n // 2) >= min(count, CODES))
     sets = list(itertools.combinations(range(size), size // 2))
-    # The square moves each run of CODES by an odd number, so that even distances keep apart, and
-    # by a different one, so that no distance below 10 x CODES always meets the same set.
+    # The square shifts each run of CODES by an odd number, so that documents at even distances get
+    # different sets. Each shift differs, so that documents at one distance below 10 x CODES do not
+    # always get equal sets.
     codes = [sets[(n + (n // CODES) ** 2) % len(sets)] for n in range(count)]
     return [torch.tensor([number in code for code in codes]) for number in range(size)]
 

@@ -36,12 +36,12 @@ class Leak:
     kind: str
     """Key of CAUSES."""
     from_document: int | None
-    """Number in the batch, counted through all rows; None: the row as a whole."""
+    """Number in the batch, counted over all rows; None: the row as a whole."""
     to_document: int
     direction: Literal["forward", "backward"]
     """Forward: from an earlier document of the row to a later one."""
     first_position: int
-    """Affected token, counted through all rows."""
+    """Affected token, counted over all rows."""
     size: float
     """Largest change, as a fraction of the change in the documents whose tokens changed."""
     noise: float

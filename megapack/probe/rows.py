@@ -334,7 +334,7 @@ def _part_problem(
         return None
     i = int(difference.masked_fill(~comparable, 0).argmax())
     return (
-        f"gives token {int(part.before[i])} different outputs in its row than if {part.what}: they "
+        f"gives token {int(part.before[i])} other outputs in its row than when {part.what}: they "
         f"differ by {float(difference[i]):.3g}, but rounding explains only {rounding:.3g} "
         f"({int(wrong.sum())} tokens differ). {part.cause}"
     )

@@ -1,4 +1,5 @@
-"""Addresses of objects: ``s3://``, ``gs://``, ``az://``, ``https://``, and files to be staged.
+"""Addresses of objects: ``s3://``, ``gs://``, ``az://``, ``https://``, and files to copy into the
+cache.
 
 ``file:///path`` is the file ``/path``, read through the local cache; use it for slow or shared
 disks. ``is_remote`` rejects addresses with a password or a query, so megapack never stores or

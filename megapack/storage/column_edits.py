@@ -1,7 +1,7 @@
 """Add, remove and export columns of datasets that exist already.
 
 - ``add_column``, ``remove_column``: change the columns of a local dataset
-- ``spec_of``: type of a column with the numbers of an array; ``values_of_dataset``: its values
+- ``spec_of``: type of a column that holds an array; ``values_of_dataset``: values from a dataset
 - ``write_rows``: append the rows of a whole dataset to a ``ColumnWriter``, block by block
 - ``export_column``, ``export_dataset``: write a column to a .npy file, or as a dataset
 
@@ -72,7 +72,7 @@ def spec_of(
 
     ``dtype`` is by default that of the array; labels and weights that cannot have it get their
     usual dtype. Arrays of ml_dtypes.bfloat16 in .npy files need ``bfloat16``. ``fill`` and ``of``
-    are those of ``column_spec``. Raises ConfigError if no column can have the dtype or the shape.
+    are as in ``column_spec``. Raises ConfigError if no column can have the dtype or the shape.
     """
     if dtype is None and name in INTERPRETED and not (name == LABELS and values.dtype.kind == "i"):
         dtype = INTERPRETED[name].dtype

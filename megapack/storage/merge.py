@@ -66,7 +66,7 @@ def merge(
         prefixes: at least one dataset. Remote ones are fetched whole into the cache first.
         output: prefix of the result; a remote one is uploaded when it is complete.
         dtype: the result's dtype; required if the inputs' dtypes differ. All ids must fit into it.
-        multimodal: the inputs have modes.
+        multimodal: the sequences of the inputs have modes (Megatron's multimodal format).
         allow_mixed_tokenizers: accept different or missing tokenizers and begin or end tokens (BOS,
             EOD) in the inputs' meta files.
         missing_columns: what to do with a column that only some inputs have: ``fill`` gives the
@@ -197,7 +197,7 @@ def _common_columns(
         if lacking is None or (missing == "fill" and may_fill):
             continue
         if missing != "drop":
-            how = "'fill' or 'drop'" if may_fill else "'drop', which gives all tokens loss"
+            how = "'fill' or 'drop'" if may_fill else "'drop', which counts all tokens in the loss"
             itself = f" {lacking.prefix} {name} {lacking.prefix}" if name == LABELS else ""
             raise DataError(
                 f"{lacking.prefix} has no column {name}, which {first_with[name].prefix} has: add "

@@ -339,7 +339,7 @@ def _meta_of(prefix: str, done: list[str]) -> dict[str, Any] | None:
 
 
 def _keep_original(idx_path: Path) -> None:
-    """Give the old .idx the second name ``<prefix>.idx.orig``, atomically, if that is free."""
+    """Give the old .idx the second name ``<prefix>.idx.orig``, atomically, if that name is free."""
     original, old = idx_path.with_name(idx_path.name + ".orig"), target_of(idx_path)
     if original.exists():
         return

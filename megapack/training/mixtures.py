@@ -28,7 +28,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from megapack.config import check_known, check_positive, check_range, to_dict
-from megapack.data.blend import BlendConfig, Source
+from megapack.data.blend import BlendConfig, Source, Stage
 from megapack.errors import ConfigError, DataError, require
 from megapack.packing.proxy import positions
 from megapack.packing.sharded import ShardedIndex, SourceIndex
@@ -40,8 +40,8 @@ from megapack.training.engine.directory import RunDirectory, read_jsonl
 from megapack.training.proxy import BLEND, RUN, Proxy, explicit, write_config
 
 Floats = NDArray[np.float64]
-TRIAL = "mixture.json"
-_SMALLEST = 1e-5  # weight of a source in a design: sources of weight 0 would leave the program
+TRIAL, RUN_FOLDER = "mixture.json", "run"  # in the folder of a trial
+_SMALLEST = 1e-5  # weight of a source in a mixture, if it is above 0
 _FEWEST = 4  # trials of a regression
 _CANDIDATES, _BEST, _RESAMPLES = 20_000, 100, 200
 _ALPHAS = np.geomspace(1e-6, 1e2, 17)  # strengths of the ridge penalty, chosen by leave-one-out
@@ -56,22 +56,24 @@ def design(
     concentration: float = 1.0,
     seed: int = 0,
 ) -> list[tuple[float, ...]]:
-    """Return mixtures, each with a weight per source and a sum of 1; the first is the prior.
+    """Return mixtures, each with a weight per source and a sum of 1; the first is the prior. A
+    source to which the prior gives 0 has 0 in all but listed mixtures.
 
     Args:
         kind: ``dirichlet``: random around the prior; ``one``: the prior with one source at twice
             and at half of its weight; or the mixtures themselves, as name -> weight.
         number: number of mixtures of ``dirichlet``, including the prior.
-        concentration: of ``dirichlet``; larger is nearer to the prior, and 1 with an equal prior is
-            the uniform distribution.
+        concentration: parameter of ``dirichlet``: larger values stay closer to the prior; 1 with an
+            equal prior gives the uniform distribution.
     """
     check_positive("mixtures", concentration=concentration)
     base = np.array(prior, np.float64) / math.fsum(prior)
     rows = [base]
     if kind == "dirichlet":
-        rows += list(candidates(base, number - 1, concentration, seed))
+        drawn = candidates(base, number - 1, concentration, seed)
+        rows += list(np.where(base > 0, np.maximum(drawn, _SMALLEST), 0.0))
     elif kind == "one":
-        for source in range(len(base)):
+        for source in np.flatnonzero(base).tolist():
             for factor in (2.0, 0.5):
                 rows.append(base * np.where(np.arange(len(base)) == source, factor, 1.0))
     else:
@@ -80,14 +82,17 @@ def design(
             check_range("a mixture of the design", at_least=0, **mixture)
             check_positive("a mixture of the design", weights=sum(mixture.values()))
             rows.append(np.array([mixture.get(name, 0.0) for name in names]))
-    rows = [np.maximum(row, _SMALLEST * row.sum()) for row in rows]
+    rows = [np.where(row > 0, np.maximum(row, _SMALLEST * row.sum()), 0.0) for row in rows]
     return list(dict.fromkeys(tuple((row / row.sum()).round(6).tolist()) for row in rows))
 
 
 def candidates(base: Floats, number: int, concentration: float, seed: int) -> Floats:
-    """Return (number, sources) random mixtures around one."""
-    alpha = concentration * len(base) * base
-    return np.random.default_rng(seed).dirichlet(np.maximum(alpha, 1e-3), max(0, number))
+    """Return (number, sources) random mixtures around one, of the same sources."""
+    has_weight, rows = base > 0, np.zeros((max(0, number), len(base)))
+    alpha = concentration * has_weight.sum() * base[has_weight]
+    random = np.random.default_rng(seed)
+    rows[:, has_weight] = random.dirichlet(np.maximum(alpha, 1e-3), len(rows))
+    return rows
 
 
 # ---- Trials --------------------------------------------------------------------------------------
@@ -113,7 +118,7 @@ class Trial:
     record: TrialRecord
 
     def write(self, title: str) -> None:
-        """Write the run and its record, unless it has ended: the folder's name is their digest."""
+        """Write the run and its record, unless the run has ended. Their digest names the folder."""
         if self.losses is None:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_config(self.folder / BLEND, self.blend, title, overwrite=True)
@@ -143,7 +148,7 @@ def measured(folder: Path, settings: str | None = None) -> Evidence | None:
     """Return the losses at the last step of the trial in a folder; None if it has other settings or
     has not ended."""
     record = read_record(TrialRecord, folder / TRIAL, remedy="remove its folder")
-    log = RunDirectory(folder / "run").evaluation
+    log = RunDirectory(folder / RUN_FOLDER).evaluation
     if settings not in (None, record.settings) or not log.exists():
         return None
     last = [line for line in read_jsonl(log) if line["step"] == record.num_steps]
@@ -160,8 +165,9 @@ def evidence_in(folder: Path, settings: str) -> list[Evidence]:
 
 
 def trials_of(folder: Path, proxy: Proxy, rows: Sequence[Sequence[float]]) -> list[Trial]:
-    """Return a trial per mixture of a proxy. Weights of stages change by the same factors. Raises
-    ConfigError if the run has no blend, or no source has held-out documents."""
+    """Return a trial per mixture of a proxy. Weights of stages change by the same factors; a stage
+    loses sources of factor 0. Raises ConfigError if the run has no blend, no source has held-out
+    documents, or a stage would lose all sources."""
     config, blend = proxy.config, proxy.blend
     if blend is None or len(blend.sources) < 2:
         raise ConfigError("mixtures need two sources or more: give data.blend, a manifest of them")
@@ -194,18 +200,18 @@ def trials_of(folder: Path, proxy: Proxy, rows: Sequence[Sequence[float]]) -> li
         weights = dict(zip(digests.values(), row, strict=True))
         trial_folder = folder / _digest(settings, json.dumps(weights, sort_keys=True))
         factors = {n: w / p for n, w, p in zip(digests, row, prior, strict=True) if p}
-        stages = [
-            replace(s, weights={n: w * factors.get(n, 1.0) for n, w in s.weights.items()})
-            if s.weights is not None
-            else s
-            for s in blend.stages
+        stages = [_rescaled(stage, factors) for stage in blend.stages]
+        drawn = {name for stage in stages for name in stage.weights or ()}
+        sources = [
+            replace(s, weight=w)
+            for s, w in zip(blend.sources, row, strict=True)
+            if w or s.valid_prefix is not None or s.title in drawn
         ]
-        sources = [replace(s, weight=w) for s, w in zip(blend.sources, row, strict=True)]
         data = replace(config.data, blend=str(trial_folder / BLEND))
         trials.append(
             Trial(
                 folder=trial_folder,
-                config=replace(config, run_dir=str(trial_folder / "run"), data=data),
+                config=replace(config, run_dir=str(trial_folder / RUN_FOLDER), data=data),
                 blend=replace(blend, sources=tuple(sources), stages=tuple(stages)),
                 record=TrialRecord(
                     settings=settings,
@@ -216,6 +222,20 @@ def trials_of(folder: Path, proxy: Proxy, rows: Sequence[Sequence[float]]) -> li
             )
         )
     return trials
+
+
+def _rescaled(stage: Stage, factors: Mapping[str, float]) -> Stage:
+    """Return a stage with its weights times the factors of a mixture, by name of the source."""
+    if stage.weights is None:
+        return stage
+    weights = {name: w * factors.get(name, 1.0) for name, w in stage.weights.items()}
+    weights = {name: weight for name, weight in weights.items() if weight}
+    if not weights:
+        raise ConfigError(
+            f"{stage} has only sources to which a mixture of the design gives 0 "
+            f"({', '.join(stage.weights)}): give one of them a weight in the mixture"
+        )
+    return replace(stage, weights=weights)
 
 
 def prior_of(proxy: Proxy) -> list[float]:
@@ -307,7 +327,7 @@ def propose(
     usable = [
         e
         for e in evidence
-        if all(w <= 2 * _SMALLEST for d, w in e.weights.items() if d not in sources)
+        if not any(weight for digest, weight in e.weights.items() if digest not in sources)
     ]
     mixtures = np.array([[e.weights.get(d, 0.0) for d in sources] for e in usable])
     losses = np.array([[e.losses.get(d, math.nan) for d in held_out] for e in usable])

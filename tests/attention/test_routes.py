@@ -248,7 +248,7 @@ def test_recomputation_that_would_route_freely_is_an_error() -> None:
         model.model.layers[i] = checkpoint_wrapper(layer)
     with replay_routes(model, other_routes(model)):
         loss = model(**arguments()).logits.sum()
-    with pytest.raises(RuntimeError, match="which are no longer available"):
+    with pytest.raises(RuntimeError, match="routes of its forward pass are gone"):
         loss.backward()
     model(**arguments()).logits.sum().backward()  # without routes it is none
 
@@ -342,7 +342,7 @@ def test_wrong_routes_are_refused() -> None:
         with pytest.raises(DataError, match=message), replay_routes(model, wrong):
             pass
     with (
-        pytest.raises(DataError, match=r"routes of 39 tokens, and the forward has 40"),
+        pytest.raises(DataError, match=r"routes for 39 tokens, but the forward pass has 40"),
         replay_routes(model, routes[:-1]),
     ):
         model(**arguments())

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import yaml
 from commands import build, printed
+from html_pages import words_of
 from peers import peer
 
 from megapack.cli.main import main
@@ -20,6 +21,7 @@ from megapack.compare import MODELS, measure_plans
 from megapack.packing import STRATEGIES, SampleIndex, pack
 from megapack.planning import ASSIGNMENTS, AssignedStep, Cluster, plan_trees, simulate_step
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
+from megapack.units import percent
 
 SMALL = ["--buckets", "64,128,256", "--tokens-per-rank", "512", "--num-gpus", "8"]
 
@@ -54,6 +56,46 @@ def test_table_json_and_page_from_bare_lengths(lengths: Path, tmp_path: Path) ->
     again = compare("--lengths", lengths, *SMALL, "--html", page)
     assert again.returncode == 2 and "Replace it with --overwrite" in again.stderr
     assert not list(tmp_path.glob("*.tmp-*"))
+
+
+def test_second_sizes_limit_samples_and_have_their_padding(lengths: Path, tmp_path: Path) -> None:
+    """The table, the page and JSON have both paddings; strategies of one capacity are left out."""
+    images, page = np.arange(500) % 4, tmp_path / "report.html"
+    np.save(tmp_path / "images.npy", images)
+    given = ("--lengths", lengths, *SMALL, "--second", tmp_path / "images.npy")
+    options = (*given, "--second-capacity", "4,6,8")
+    done = compare(*options, "--html", page)
+    assert done.returncode == 0, done.stderr
+    tree = json.loads(compare(*options, "--json").stdout)
+    [row] = tree["strategies"]
+    capacities = {"second": images, "second_capacity": [4, 6, 8]}
+    metrics = pack(np.load(lengths), buckets=[64, 128, 256], **capacities).metrics()
+    assert row["strategy"] == "bucket" and row["metrics"] == metrics
+    assert "no second capacity; choose bucket" in tree["left_out"]["concat"]
+    shown = percent(metrics["second_padding_ratio"], None)
+    assert "2nd pad %" in done.stdout and f"{shown} of the second capacities" in done.stdout
+    text = words_of(page.read_text())
+    assert f"second padding {shown} of the second capacities" in text
+    assert "second padding %" in text and "concat: strategy" in text
+    command = tree["recommendation"]["command"]
+    assert f"--second {tmp_path / 'images.npy'} --second-capacity 4,6,8" in command
+    with IndexedDatasetBuilder(tmp_path / "docs", np.uint16) as builder:
+        for length in np.load(lengths):
+            builder.add_document(np.zeros(length, np.uint16))
+    printed(*shlex.split(command.replace("PREFIX", str(tmp_path / "docs")))[1:])
+    assert SampleIndex.load(tmp_path / "docs.samples").metrics() == metrics
+    few = json.loads(compare(*options, "--max-documents", 100, "--json").stdout)
+    assert sum(few["strategies"][0]["metrics"]["second_per_bucket"]) < images.sum() / 3
+    np.save(tmp_path / "images.npy", images[:50])
+    short = compare(*options, "--max-documents", 100)
+    assert short.returncode == 1 and "50 numbers, and there are 500 documents" in short.stderr
+    for words, message in (
+        (given, "needs --second-capacity"),
+        ((*given[:-1], "images", "--second-capacity", "8"), "--second images needs a dataset"),
+        ((*given, "--second-capacity", "8", "--strategies", "concat"), "has no second capacity"),
+    ):
+        wrong = compare(*words)
+        assert wrong.returncode == 2 and message in wrong.stderr
 
 
 def test_micro_batch_tokens_adds_planned_steps(lengths: Path) -> None:
@@ -365,7 +407,7 @@ def test_context_parallel_samples_run_on_groups_of_ranks(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "words", "message"),
     [
-        ("lengths.npy", (), "--max-tokens is missing, the tokens per rank"),
+        ("lengths.npy", (), "--max-tokens is missing: give the tokens per rank"),
         (
             "lengths.npy",
             ("--max-tokens", "600", "--linear-cost-tokens", "-1"),
@@ -378,7 +420,7 @@ def test_context_parallel_samples_run_on_groups_of_ranks(folder: Path) -> None:
         ),
         ("lengths.npy", ("--max-tokens", "600", "--context", "3"), "context_parallel is 3"),
         ("run.yaml", ("--max-tokens", "600"), "defines the size of a step"),
-        ("run.yaml", ("--trees",), "a run has trees if its data.attention is tree"),
+        ("run.yaml", ("--trees",), "--trees does not apply to a run ("),
         ("lengths.npy", ("--max-tokens", "600", "--trees"), "is not a local dataset PREFIX"),
         ("corpus", ("--max-tokens", "99", "--trees"), "tokens, and a micro batch has 99: trees"),
         (

@@ -336,3 +336,14 @@ def test_hostile_names_of_sources_are_escaped(tmp_path: Path) -> None:
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "\\ud800a\\u001b[2J\\u202e\\u200b\\u009b\\u007f" in page
     assert all(character.isprintable() or character in "\n\u00a0" for character in page)
+
+
+def test_page_shows_the_padding_of_both_capacities(tmp_path: Path) -> None:
+    log = [{**line, "second_padding": 0.125} for line in lines(40)]
+    one, both = (
+        words_of(run_page(read_run(write_log(tmp_path / name, made))))
+        for name, made in (("one", lines(40)), ("both", log))
+    )
+    assert "12.5 % of the second capacities" in both and "second padding" in both
+    assert "padding 2.34 % of the positions" in both
+    assert "second" not in one.replace("per second", "").replace("seconds", "")

@@ -24,7 +24,16 @@ GIVEN_UP = ("--document-end-token", "--force", "--output-file", "--num-workers",
 SHARED = {
     *("--overwrite", "--dry-run", "--json", "--threads", "--workers", "--seed", "--output-prefix"),
     *("--output", "--tokenizer", "--eod-token", "--vocab-size", "--dtype", "--set"),
-    *("--alignment", "--fim-room", "--groups", "--column", "--document", "--no-tokens"),
+    *(
+        "--alignment",
+        "--fim-room",
+        "--groups",
+        "--second",
+        "--second-capacity",
+        "--column",
+        "--document",
+        "--no-tokens",
+    ),
 }
 
 

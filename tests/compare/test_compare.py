@@ -360,7 +360,7 @@ def test_page_is_stable_and_needs_matplotlib(
 ) -> None:
     assert comparison_page(small) == comparison_page(small)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match="pip install matplotlib, or do without the page"):
+    with pytest.raises(ConfigError, match="pip install matplotlib, or leave out the page"):
         comparison_page(small)
 
 

@@ -171,7 +171,7 @@ def test_every_dataset_of_a_blend_has_its_own_labels_or_none(tmp_path: Path) -> 
 def test_bad_manifests_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="at least one"):
         BlendConfig(sources=())
-    with pytest.raises(ConfigError, match="has weight 0 and no stage gives it another"):
+    with pytest.raises(ConfigError, match="has weight 0, no stage gives it another, and"):
         BlendConfig(sources=(Source(prefix="a", index="b", weight=0.0),))
     (tmp_path / "b.yaml").write_text("sources: [{prefix: a, index: b, wieght: 1}]")
     with pytest.raises(ConfigError, match="did you mean 'weight'"):

@@ -116,7 +116,7 @@ def test_repacked_source(tmp_path: Path, run_of: Any, capsys: pytest.CaptureFixt
         main([*packing, target, "--documents", str(unseen_file)]) == 0
     )  # the same, without any step taken
     assert "nothing to do" in capsys.readouterr().err
-    assert "packed with other documents of it" in printed(*packing, target, status=2)
+    assert "packed with other documents of this dataset" in printed(*packing, target, status=2)
     assert main([*trace, "--output", str(unseen_file)]) == 0
     assert "it holds something else" in printed(
         *trace[:-1], half - 2, "--output", unseen_file, status=2

@@ -193,7 +193,7 @@ def test_unfitting_sizes_are_refused_with_fitting_ones() -> None:
             "64 tokens in tokens_per_step 768; set tokens_per_step to 640, or the number of ranks "
             "to 4, or pad_last to true, which gives 3 of 5 ranks an empty micro batch",
         ),
-        ({"data_parallel_rank": 2, "data_parallel_size": 2}, "2 of 2 ranks"),
+        ({"data_parallel_rank": 2, "data_parallel_size": 2}, "below data_parallel_size, 2"),
         ({"start_step": -1}, "counted from 0"),
         ({"num_steps": -1}, "num_steps is -1; it must be at least 0"),
         ({"dealing": "even"}, "dealing is 'even'; it must be 'balanced' or 'in_order'"),

@@ -179,7 +179,7 @@ def test_invalid_stages_are_refused_by_name(stages: list[Stage], message: str) -
         ({"skip_steps": True}, "skip_steps is True; it must be an integer"),
         ({"attention_window": -1}, "attention_window is -1; it must be at least 0"),
         ({"attention_window": 8, "window_steps": -1}, "window_steps is -1; it must be at least"),
-        ({"window_steps": 4}, "window_steps 4 and attention_window None; give the window at"),
+        ({"window_steps": 4}, "window_steps 4 and attention_window None; give the window"),
         ({"weights": {}}, "the stage from step 5 has empty weights; name at least one"),
         ({"exclude": {}}, "the stage from step 5 has an empty exclude; name a source and its"),
     ],

@@ -170,7 +170,7 @@ PIPELINE, MASKING = "pipeline_model_parallel_size", {"dataloader_inter_document_
     [
         (19, {"dataloader_type": "cyclic", "sft": True}, "--dataloader-type single"),
         (19, {}, "--dataloader-inter-document-masking or --sft"),
-        (20, {"dataloader_type": "external", "sft": True}, "external needs iterators"),
+        (20, {"dataloader_type": "external", "sft": True}, "external expects iterators"),
         (20, {"hybrid_context_parallel": True, "sft": True}, "assigns every document"),
         (18, MASKING, "Add --sft"),
         (20, {PIPELINE: 3}, "cu_seqlens without --sft: "),

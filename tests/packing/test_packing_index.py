@@ -216,9 +216,9 @@ def test_file_of_another_version_is_refused_with_remedy(path: Path) -> None:
         SampleIndex.load(old)
     data = bytearray(path.read_bytes())
     for version, message in (
-        (3, "its version is 3, and only 3 has groups"),
+        (3, "groups do not match its version, 3"),
         (4, "no array segment_parent"),
-        (5, "its version is 5, and only 5 has second"),
+        (5, "second sizes do not match its version, 5"),
         (6, "version 6; .* reads versions 2 to 5: install a newer"),
     ):
         data[8] = version

@@ -165,7 +165,7 @@ def test_scale_1_is_the_source_and_smaller_ones_have_whole_documents(
     image.save(overwrite=False)  # equal files are kept
     saved = load_index(image.index.path)
     saved.check_source(IndexedDataset(prefix))
-    with pytest.raises(ConfigError, match="packed with other documents of it"):
+    with pytest.raises(ConfigError, match="packed with other documents of this dataset"):
         shrink(index, prefix, 1 / 4, out).save(overwrite=False)
 
 

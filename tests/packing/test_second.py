@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +161,7 @@ def test_strategies_without_two_capacities_refuse(name: str) -> None:
         ({"second": [1, 2]}, r"shape \(2,\); give 3 integers"),
         ({"second": [0.5, 1, 1]}, "dtype float64"),
         ({"second_capacity": [4, 5, 6]}, r"\[4, 5, 6\]; give one number for all .* each: 2"),
-        ({"second_capacity": [6, 4]}, "must not descend"),
+        ({"second_capacity": [6, 4]}, "must not decrease"),
         ({"second_capacity": 0}, "second_capacity is 0"),
         ({"second_capacity": None}, "second_capacity is missing"),
         ({"second": None}, "second is missing"),
@@ -221,7 +222,7 @@ def test_file_records_second_sizes_and_verifies_them(tmp_path: Path) -> None:
         (lambda h: h["parameters"].update(second_capacity=[4]), "[4] for 2 buckets"),
         (lambda h: h["parameters"].update(second_capacity=["a", 4]), "says parameters is"),
         (lambda h: h["parameters"].update(second_capacity=[1, 1]), "its second capacity is 1"),
-        (lambda h: h.update(second=None), "only 5 has second"),
+        (lambda h: h.update(second=None), "second sizes do not match its version, 5"),
         (lambda h: h["metrics"].pop("second_per_bucket"), "has no second_per_bucket"),
         (lambda h: h["arrays"].pop("segment_second"), "no array segment_second"),
     ],
@@ -298,3 +299,41 @@ def test_shards_are_packed_by_their_column(prefix: Path, tmp_path: Path) -> None
     more = (prefix, tmp_path / "b", "--second", "bytes")
     refused = printed("pack", *more, *options, status=2)
     assert "--second is bytes, and the samples of" in refused
+
+
+def test_arranged_samples_keep_their_second_sizes(tmp_path: Path) -> None:
+    """In the order of a run, in several shards, also where a document is cut."""
+    lengths, images = text_and_images(400, seed=3)
+    options: dict[str, Any] = {"buckets": [512, 1024], "second_capacity": [8, 16]}
+    prefixes = [tmp_path / "a", tmp_path / "b"]
+    for prefix, part in zip(prefixes, (slice(0, 150), slice(150, 400)), strict=True):
+        with IndexedDatasetBuilder(
+            prefix, np.uint16, columns={"images": ColumnSpec(dtype="int8")}
+        ) as builder:
+            for number, (length, held) in enumerate(zip(lengths[part], images[part], strict=True)):
+                rows = np.zeros(length, np.int8)
+                rows[:held] = 1
+                builder.add_document(np.full(length, number), columns={"images": rows})
+    source, arranged = tmp_path / "all.shards.json", tmp_path / "new.shards.json"
+    capacities = ("--buckets", "512,1024", "--second-capacity", "8,16")
+    printed("pack", *prefixes, "--second", "images", *capacities, "--output", source)
+    printed("arrange", source, "--output", arranged, "--seed", 1, "--bytes-per-shard", "100K")
+    before, after = load_shards(source), load_shards(arranged)
+    assert len(after.shards) > 1 and after.parameters["second_capacity"] == [8, 16]
+    after.verify()
+    assert not [finding for shard in after.shards for finding in verify_samples(shard.samples)]
+
+    def held(index: Any) -> list[list[tuple[int, ...]]]:
+        """Return tokens and second sizes of the segments of every sample, by bucket."""
+        result: list[list[tuple[int, ...]]] = [[] for _ in options["buckets"]]
+        for number in range(len(index.shards)):
+            shard = index.open(number)
+            pairs = np.stack([shard.segment_length, shard.segment_second], axis=1)
+            samples = np.split(pairs, np.asarray(shard.sample_segment_offsets)[1:-1])
+            bounds = np.asarray(shard.bucket_sample_offsets).tolist()
+            for bucket, (begin, end) in enumerate(pairwise(bounds)):
+                result[bucket] += [tuple(s.flatten().tolist()) for s in samples[begin:end]]
+        return [sorted(of_bucket) for of_bucket in result]
+
+    assert held(after) == held(before)
+    assert max(lengths) > 1024, "some documents are cut"

@@ -212,7 +212,7 @@ def test_dependence_on_the_longest_document_is_found(threshold: int, per_row: bo
 
 def test_dependence_on_the_row_length_is_found() -> None:
     forward = scaled_logits(lambda _, tokens: tokens)
-    with pytest.raises(ConfigError, match="if it is alone"):
+    with pytest.raises(ConfigError, match="when it is alone"):
         check_rows(forward, make_batch(), any_length=True)
 
 
@@ -342,5 +342,5 @@ def test_paths_that_lack_their_prefix_are_found() -> None:
         documents = TreeSegments.of_documents(batch["cu_seqlens_q"], batch["max_seqlen_q"])
         return tree_mask(documents, batch["tokens"].shape[1])[0, 0]
 
-    with pytest.raises(ConfigError, match=r"if its path is alone.*kv_index and the depths"):
+    with pytest.raises(ConfigError, match=r"when its path is alone.*kv_index and the depths"):
         check_rows(tree_forward(nodes_only), tree_of_branches())

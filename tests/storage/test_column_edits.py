@@ -256,7 +256,9 @@ def test_merge_does_not_take_tokens_out_of_the_loss(tmp_path: Path, name: str) -
     build(tmp_path / "a", [3, 2], specs={name: INTERPRETED[name]})
     build(tmp_path / "b", [1, 2], specs={})
     both = [tmp_path / "a", tmp_path / "b"]
-    with pytest.raises(DataError, match=f"b has no column {name}, .* gives all tokens loss"):
+    with pytest.raises(
+        DataError, match=f"b has no column {name}, .* counts all tokens in the loss"
+    ):
         merge(both, tmp_path / "c", missing_columns="fill")
     merge(both, tmp_path / "c", missing_columns="drop")
     assert not IndexedDataset(tmp_path / "c").columns

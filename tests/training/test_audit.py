@@ -117,7 +117,8 @@ def test_excluded_documents(trained: Run, tmp_path: Path) -> None:
     np.save(tmp_path / "one.npy", [*unused, last[1]])
     message = findings(trained.dir, "--excluded", f"web:{tmp_path / 'one.npy'}")
     assert (
-        f"were trained {len(used[last])} times, the last time in step {max(used[last])}" in message
+        f"trained on documents of source {last[0]} {len(used[last])} times, the last time in step "
+        f"{max(used[last])}" in message
     )
     answer = audit(trained.dir, "--excluded", trained.dir.parent / "valid", status=1)
     assert [row["source"] for row in answer["excluded"]] == ["math"]

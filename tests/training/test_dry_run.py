@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,10 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from megapack.config import load_config, to_dict
-from megapack.data import BucketBatchSampler
+from megapack.data import BucketBatchSampler, Schedule
 from megapack.errors import ConfigError, ResumeError
+from megapack.packing import pack
+from megapack.packing.second import second_per_sample
 from megapack.training.command import RECIPES, check_hub, read_config
 from megapack.training.config import ModelConfig, PretrainConfig
 from megapack.training.dry_run import dry_run
@@ -292,3 +294,21 @@ def test_names_of_a_hub_that_does_not_answer_are_refused_before_torch_is_importe
         monkeypatch.setenv("HF_HUB_OFFLINE", "0")
         server.listen()
         check_hub(ModelConfig(pretrained="nobody/no-such-model"))
+
+
+def test_work_of_a_step_has_the_padding_of_second_capacities() -> None:
+    """Of the samples of a step whose source has them."""
+    lengths, images = np.tile([3, 5, 4, 9, 2], 40), np.tile([2, 0, 1, 3, 1], 40)
+    one = pack(lengths, buckets=[8, 16], second=images, second_capacity=[3, 6])
+    other = pack(lengths, buckets=[8, 16])
+    schedule, alone = (Schedule(s, tokens_per_step=64) for s in ([one, other], other))
+    flops = ModelFlops(**{field.name: 1 for field in fields(ModelFlops)})
+    held = second_per_sample(one)
+    for number in range(12):
+        step = schedule.step(number)
+        ids = step.sample_ids[step.sample_ids < one.num_samples]
+        room = np.where(ids < one.bucket_sample_offsets[1], 3, 6).sum()
+        assert len(ids), "both sources are in every step"
+        found = StepWork.of(schedule, step, flops).second_padding
+        assert found == pytest.approx(1 - held[ids].sum() / room)
+    assert StepWork.of(alone, alone.step(0), flops).second_padding is None

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import shutil
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +16,8 @@ import numpy as np
 import pytest
 import yaml
 from commands import build, printed
+from patience import PATIENCE, wait_until
+from programs import started, tell
 
 from megapack.errors import ConfigError, DataError
 from megapack.packing import pack
@@ -56,6 +62,11 @@ def test_designs() -> None:
         NAMES, PRIOR, [{"web": 3, "math": 1}, {"web": 6, "code": 3, "math": 1}], number=0
     )
     assert [round(weight, 3) for weight in listed[1]] == [0.75, 0, 0.25] and len(listed) == 2
+    for kind in ("dirichlet", "one"):  # a source of weight 0 keeps it, others are above 0
+        without = np.array(design(NAMES, [0.7, 0, 0.3], kind, number=50, concentration=0.01))
+        assert len(without) > 2 and not without[:, 1].any() and without[:, [0, 2]].all()
+    [_, listed] = design(NAMES, [0.7, 0, 0.3], [{"code": 1}], number=0)
+    assert listed == (0, 1, 0)
     for wrong, message in (
         ({"maths": 1}, r"unknown source 'maths'; did you mean 'math'\?"),
         ({"web": -1}, "web is -1; it must be at least 0"),
@@ -102,6 +113,15 @@ def test_evidence_survives_an_added_source_and_an_added_held_out_set() -> None:
         propose(old, more, more, [0.25] * 4, limits=[1.0] * 4)  # no trial scored "chat"
     with pytest.raises(DataError, match="raise it, or add data"):
         propose(old, NAMES, NAMES, PRIOR, limits=[0.1] * 3)
+
+
+def test_a_source_that_no_run_draws_has_weight_0_in_the_proposal() -> None:
+    """Its held-out loss does not depend on its weight."""
+    prior = [0.7, 0, 0.3]
+    rows = design(NAMES, prior, "dirichlet", number=12, seed=6)
+    found = propose(evidence(rows), NAMES, NAMES, prior, limits=[1.0] * 3)
+    assert found.weights[1] == found.low[1] == found.high[1] == 0
+    assert np.allclose(found.weights, [0.5, 0, 0.5], atol=0.1) and found.rank_correlation > 0.9
 
 
 def test_noise_widens_the_intervals_and_lowers_the_rank_correlation() -> None:
@@ -202,6 +222,179 @@ def test_a_real_run_is_evidence(blend: Path) -> None:
     assert losses.keys() == set(NAMES) and all(2 < loss < 12 for loss in losses.values())
     assert len((folder / "run" / "log.jsonl").read_text().splitlines()) == 5
     assert json.loads(printed(*command, "--json"))["trials"] == facts["trials"]
+
+
+def started_command(folder: Path, *options: object, tries: str = "tries") -> subprocess.Popen[str]:
+    """Start `megapack-build mixtures` as a process of its own group."""
+    words = ["mixtures", folder / "run.yaml", folder / tries, "--scale", "1/4", *options]
+    command = [sys.executable, "-m", "megapack.cli.main", *map(str, words)]
+    return subprocess.Popen(command, stdout=-1, stderr=-1, text=True, start_new_session=True)
+
+
+def finish(process: subprocess.Popen[str]) -> Any:
+    stdout, stderr = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, stderr
+    return json.loads(stdout)
+
+
+def test_sources_of_weight_0_are_not_drawn_and_their_documents_are_scored(blend: Path) -> None:
+    """Mixtures without a source, without stages; a source without weight and held-out documents
+    is not part of the run. The real trainer, audit and report."""
+    tree = yaml.safe_load((blend / "blend.yaml").read_text())
+    del tree["stages"], tree["sources"][2]["valid_prefix"]
+    (blend / "blend.yaml").write_text(yaml.safe_dump(tree))
+    (blend / "mixtures.yaml").write_text("mixtures: [{web: 1}]")
+    command = ("mixtures", blend / "run.yaml", blend / "tries", "--scale", "1/64", "--json")
+    options = ("--design", blend / "mixtures.yaml", "--part", "1/2", "--run")
+    trial = json.loads(printed(*command, *options))["trials"][1]
+    assert trial["weights"] == [1, 0, 0] and trial["losses"].keys() == {"web", "code"}
+    run = Path(trial["command"][-1]).parent / "run"
+    audit = json.loads(printed("audit", run, "--json"))
+    assert {s["name"]: s["epochs"] for s in audit["sources"]}["code"] == 0
+    assert "code" in (printed("report", run), (run / "report.html").read_text())[1]
+
+
+def test_a_source_of_weight_0_in_a_stage_keeps_it(blend: Path) -> None:
+    """In the proxy and in every mixture, which change only the other sources."""
+    write_blend(blend, {"web": 0.6, "code": 0.4, "math": 0})
+    planned = json.loads(
+        printed("proxy", blend / "run.yaml", blend / "p", "--scale", "1/4", "--json")
+    )
+    assert planned["sources"][2]["epochs"][0] == planned["sources"][2]["of_epochs"][0] == 0
+    prepared = tried(blend, "--number", 3)
+    assert [trial["weights"][2] for trial in prepared["trials"]] == [0] * 3
+    for trial in prepared["trials"]:
+        run = yaml.safe_load(Path(trial["command"][-1]).read_text())
+        mixture = yaml.safe_load(Path(run["data"]["blend"]).read_text())
+        assert mixture["sources"][2]["weight"] == 0 and mixture["stages"][0]["weights"]["math"] == 1
+    (blend / "mixtures.yaml").write_text("mixtures: [{web: 1}, {code: 1}, {web: 1, code: 1}]")
+    done = tried(blend, "--design", blend / "mixtures.yaml", "--run", "--workers", 1)
+    assert done["proposal"]["weights"][2] == done["proposal"]["high"][2] == 0
+    tree = yaml.safe_load((blend / "blend.yaml").read_text())
+    tree["stages"][0]["weights"] = {"code": 1}
+    (blend / "blend.yaml").write_text(yaml.safe_dump(tree))
+    command = ("mixtures", blend / "run.yaml", blend / "tries", "--scale", "1/4")
+    wrong = printed(*command, "--design", blend / "mixtures.yaml", status=2)
+    assert "mixture of the design gives 0 (code): give one of them a weight" in wrong
+
+
+@pytest.mark.multiprocess
+def test_command_killed_while_a_run_trains_resumes_to_the_same_losses(blend: Path) -> None:
+    """kill -9 of the command ends the run that it started; repeated at once, it waits for the end
+    of that run, and resumes it."""
+    tree = yaml.safe_load((blend / "run.yaml").read_text())
+    tree["checkpoint"] = {"every": 20, "export": False}
+    (blend / "run.yaml").write_text(yaml.safe_dump(tree))
+    options = ("--number", 1, "--run", "--workers", 1, "--json")
+    process = started_command(blend, *options)
+    calm = started_command(blend, *options, tries="calm")
+
+    def trains() -> bool:
+        assert process.poll() is None, process.communicate()
+        return any((blend / "tries").glob("*/run/checkpoints/step_*/manifest.json"))
+
+    wait_until(trains)
+    process.kill()
+    process.communicate()
+    [resumed] = finish(started_command(blend, *options))["trials"]
+    [undisturbed] = finish(calm)["trials"]
+    run, other = (Path(t["command"][-1]).parent / "run" for t in (resumed, undisturbed))
+    assert len((run / "starts.jsonl").read_text().splitlines()) == 2
+    losses = [[(line["step"], line["loss"]) for line in log_of(each)] for each in (run, other)]
+    assert [step for step, _ in losses[0]] == list(range(80)) and losses[0] == losses[1]
+    assert resumed["losses"] == undisturbed["losses"]
+
+
+def log_of(run: Path) -> list[Any]:
+    return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+
+
+# A trainer that sleeps: it writes its process id to a file.
+SLEEPER = """
+import os, pathlib, sys, time
+pathlib.Path(sys.argv[-1]).with_name("pid").write_text(str(os.getpid()))
+time.sleep(600)
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=["kill", "ctrl-c"])
+def test_runs_end_with_the_command(blend: Path, number: int) -> None:
+    (blend / "sleeper.py").write_text(SLEEPER)
+    launch = ("--launch", f"{sys.executable} {blend / 'sleeper.py'}")
+    process = started_command(blend, *launch, "--number", 2, "--run", "--workers", 2)
+
+    def trainers() -> list[int]:
+        texts = [path.read_text() for path in (blend / "tries").glob("*/pid")]
+        return [int(text) for text in texts if text]
+
+    wait_until(lambda: len(trainers()) == 2)
+    os.kill(process.pid, number)
+    process.communicate(timeout=PATIENCE)
+    try:
+        wait_until(lambda: not any(Path("/proc", str(pid)).exists() for pid in trainers()))
+    finally:
+        for pid in trainers():
+            if Path("/proc", str(pid)).exists():
+                os.kill(pid, signal.SIGKILL)
+
+
+# Another command that trains the runs of all trials: it holds the locks, and writes the losses.
+OTHER = """
+import json, sys
+from pathlib import Path
+from megapack.storage.locks import WriterLock
+runs = [path.parent / "run" for path in Path(sys.argv[1]).glob("*/mixture.json")]
+locks = [WriterLock(run, what="training") for run in runs]
+print("ready", flush=True)
+sys.stdin.readline()
+for run in runs:
+    run.mkdir()
+    losses = {"step": 80, "source_loss": {"web": 1.0}}
+    (run / "evaluation.jsonl").write_text(json.dumps(losses) + chr(10))
+"""
+
+
+@pytest.mark.multiprocess
+def test_command_waits_for_a_run_of_another_command(blend: Path) -> None:
+    """It does not start the run again if the other command finishes it."""
+    launch = ("--launch", f"{sys.executable} {blend / 'trainer.py'}", "--number", 1)
+    assert finish(started_command(blend, *launch, "--json"))["trials"][0]["losses"] is None
+    other = started(OTHER, blend / "tries")
+    process = started_command(blend, *launch, "--run", "--workers", 1, "--json")
+    assert process.stderr is not None
+    assert "being written by process" in process.stderr.readline()
+    tell(other)
+    assert finish(process)["trials"][0]["losses"] == {"web": 1.0}
+    assert not list(blend.glob("tries/*/starts"))
+    other.communicate("")
+
+
+@pytest.mark.multiprocess
+def test_command_killed_while_it_writes_the_set_leaves_whole_files(blend: Path) -> None:
+    """Every file has its final content or is missing, and the repeated command writes the rest."""
+    tries = blend / "tries"
+
+    def files() -> dict[str, bytes]:
+        paths = [path for path in tries.rglob("*") if path.is_file() and ".tmp-" not in path.name]
+        return {str(path.relative_to(tries)): path.read_bytes() for path in paths}
+
+    finish(started_command(blend, "--number", 60, "--json"))
+    whole = files()
+    shutil.rmtree(tries)
+
+    def kill_after(num_files: int) -> None:
+        process = started_command(blend, "--number", 60, "--json")
+        wait_until(lambda: process.poll() is not None or len(files()) >= num_files)
+        process.kill()
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL
+
+    for num_files in (1, 5, 90):
+        kill_after(num_files)
+        assert files().items() < whole.items()
+    finish(started_command(blend, "--number", 60, "--json"))
+    assert files() == whole
 
 
 def test_renamed_and_added_sources_keep_the_evidence(blend: Path) -> None:

@@ -297,6 +297,30 @@ def test_the_scale_that_a_refusal_names_is_the_smallest(sources: Path, tmp_path:
         printed("proxy", run, tmp_path / "small", "--scale", f"1/{scale}", "--dry-run", status=2)
 
 
+def test_buckets_without_samples_do_not_limit_the_tokens_per_step(tmp_path: Path) -> None:
+    """No document is longer than 128 tokens: steps need not consist of samples of 256."""
+    lengths = np.random.default_rng(0).integers(5, 129, 20_000)
+    with IndexedDatasetBuilder(tmp_path / "short", np.uint16) as builder:
+        tokens = np.zeros(lengths.sum(), np.uint16)
+        builder.add_documents(tokens, np.append(0, np.cumsum(lengths)))
+    index = pack(lengths, buckets=BUCKETS, promote="off")
+    assert index.buckets[-1] == 256 and not index.metrics()["samples_per_bucket"][-1]
+    index.save(tmp_path / "short.samples", source=IndexedDataset(tmp_path / "short"))
+    data = {"prefix": str(tmp_path / "short"), "index": str(tmp_path / "short.samples")}
+    tree = {
+        "run_dir": "x",
+        "num_steps": 400,
+        "model": {"preset": "llama_tiny"},
+        "data": data | {"tokens_per_step": 512, "micro_batch_tokens": 256},
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))
+    command = ("proxy", tmp_path / "run.yaml", tmp_path / "small", "--scale", "1/4", "--json")
+    wrong = printed(*command, "--tokens-per-step", 100, status=2)
+    assert "give a multiple of 128, as in 128" in wrong
+    facts = json.loads(printed(*command, "--tokens-per-step", 128))
+    assert (facts["num_steps"], facts["tokens_per_step"]) == (400, 128)
+
+
 def test_tokens_of_all_stages_must_scale_to_whole_numbers(sources: Path, tmp_path: Path) -> None:
     run = the_run(sources, tmp_path)
     tree = yaml.safe_load((tmp_path / "blend.yaml").read_text())

@@ -1,7 +1,7 @@
 """Seamless Packing (Yin et al. 2025): continual pretraining on a new domain, by packing strategy.
 
 A small Llama is trained on code (one per seed), then on prose for three epochs with every strategy.
-Differences to the paper, and choices that it leaves open:
+Differences from the paper, and choices that it leaves open:
 
 * L_seq is 128 for documents with a mean of 350 tokens, the ratio of 2048 to PubMed's; c_extra 3 is
   50 / 2048 of it, and the sweeps have the same shares as the paper's.

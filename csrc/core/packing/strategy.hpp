@@ -261,12 +261,14 @@ struct TwoSizes {
 };
 
 // `bucket_second`: a sample starts with the document that takes the largest share of the largest
-// bucket, in the smallest bucket that holds it. While some document fits in both capacities, takes
-// the one with the largest second size from the heavy documents if the sample has less of it per
-// token than the documents not packed when it was opened, else the longest of the others; if that
-// list has none, from the other list. To promote a sample is to move it to the smallest larger
-// bucket in which a document fits. Heavy: more of the second size per token than the pool. Every
-// segment of a cut document counts with the second size of the whole document.
+// bucket, in the smallest bucket that holds it. A document is heavy if it has more of the second
+// size per token than the pool; heavy and light documents are in two lists. While some document
+// fits in both capacities, compare the second size per token of the sample with that of the
+// documents that were unpacked when the sample was opened: if the sample has less, take the heavy
+// document with the largest second size, else the longest light one. If none in that list fits,
+// take one from the other list. To promote a sample is to move it to the smallest larger bucket in
+// which a document fits. Every segment of a cut document counts with the second size of the whole
+// document.
 struct BucketSecondRules {
     BucketRules bucket;                           // pads or promotes; no pairs or given patterns
     Span<const std::int64_t> second;              // of every document

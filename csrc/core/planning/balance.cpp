@@ -48,7 +48,8 @@ class Exchange {
                std::accumulate(paths_.begin(), paths_.end(), std::int64_t{0});
     }
 
-    // Exchanges items between barriers at most `distance` apart until no exchange pays.
+    // Exchanges items between barriers at most `distance` apart until no exchange is an
+    // improvement.
     void descend(std::int64_t distance) {
         for (bool any = true; any && budget_ > 0;) {
             any = false;
@@ -58,7 +59,7 @@ class Exchange {
     }
 
     // Exchanges bins of the busiest rank with those of other ranks in the same micro batch as long
-    // as that pays. The contents of micro batches do not change.
+    // as that is an improvement. The contents of micro batches do not change.
     void swap_ranks() {
         std::vector<std::int64_t> load(assignment_.rules().num_ranks * kinds_, 0);
         for (std::int64_t b = 0; b < ssize(bins_); ++b)
@@ -161,7 +162,8 @@ class Exchange {
         }
     }
 
-    // Makes the best exchange of an item of the busiest member; returns false if none pays.
+    // Makes the best exchange of an item of the busiest member; returns false if none is an
+    // improvement.
     bool exchange_best(std::int64_t m, std::int64_t distance) {
         for (std::int64_t focus = 0; focus < kinds_; ++focus) {
             Move best;
@@ -297,10 +299,10 @@ class Exchange {
         std::int64_t cost, tokens, place;
     };
 
-    // The items that a bin can give, by rising cost of a kind.
+    // The items that a bin can give, by ascending cost of a kind.
     struct Offers {
         std::vector<Offer> rising;
-        bool tokens_rise = true;  // in this order, too
+        bool tokens_rise = true;  // tokens, too, ascend in this order
     };
 
     const Offers& offers_of(std::int64_t b, std::int64_t k) {
@@ -320,8 +322,8 @@ class Exchange {
         return offers;
     }
 
-    // Returns the first offer whose `number`, which rises, is at least `least`. Without branches,
-    // which would be mispredicted.
+    // Returns the first offer whose `number` is at least `least`; numbers ascend. Has no branches,
+    // because they would be mispredicted.
     static std::vector<Offer>::const_iterator first_from(const std::vector<Offer>& offers,
                                                          std::int64_t Offer::* number,
                                                          std::int64_t least) {
@@ -430,7 +432,7 @@ class Exchange {
     }
 
     // Makes the best exchange of two bins of a micro batch between the busiest rank and another;
-    // returns false if none pays.
+    // returns false if none is an improvement.
     bool swap_best(std::vector<std::int64_t>& load) {
         const auto most = [&](std::int64_t rank) {
             return *std::max_element(load.begin() + rank * kinds_,

@@ -34,7 +34,8 @@ std::vector<Document> longest_first(const Items& items, const StepRules& rules) 
         if (degree[a.id] != degree[b.id]) return degree[a.id] > degree[b.id];
         return a.length != b.length ? a.length > b.length : a.id < b.id;
     };
-    if (!std::is_sorted(documents.begin(), documents.end(), before))  // single ones already are
+    // Documents of one rank are already sorted.
+    if (!std::is_sorted(documents.begin(), documents.end(), before))
         std::sort(documents.begin(), documents.end(), before);
     return documents;
 }
@@ -223,7 +224,7 @@ class Remaining {
         std::iota(next_.begin(), next_.end(), 0);
     }
 
-    // Returns the smallest remaining number from i on, or the size. Shortens the way for later
+    // Returns the smallest remaining number from i on, or the size. Compresses the path for later
     // calls.
     std::int64_t from(std::int64_t i) {
         while (next_[i] != i) i = next_[i] = next_[next_[i]];
@@ -300,8 +301,8 @@ class Pool {
   private:
     using Words = std::vector<std::uint64_t>;
 
-    // Bits of a set of lengths in reading order: bit i of `words` is bit i % 64 of word i / 64 + 1,
-    // so that 64 bits may begin before bit 0.
+    // Set of lengths as bits: bit i of the set is bit i % 64 of word i / 64 + 1. Word 0 is empty,
+    // so that a read of 64 bits may begin before bit 0.
     static void flip(Words& words, std::int64_t i) {
         words[i / 64 + 1] ^= std::uint64_t{1} << i % 64;
     }

@@ -10,7 +10,7 @@
 axolotl's trainer, model loader and adapters are unchanged; its preparation of datasets does not
 run. By default axolotl counts labels per rank and averages the mean losses of micro batches; with
 the plugin, the loss of a step is the mean over all its labels.
-docs/guides/finetuning.md has the limits.
+docs/guides/finetuning.md lists the limitations.
 """
 
 from __future__ import annotations

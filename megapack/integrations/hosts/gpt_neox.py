@@ -8,7 +8,7 @@
 
 NeoX reads rows in order, so with blocks of ``train_batch_size`` rows all ranks have the same
 bucket. It resumes from a count of micro batches, so a run may continue on a different number of
-ranks with the same ``train_batch_size``. docs/guides/gpt_neox.md has the limits.
+ranks with the same ``train_batch_size``. Limitations: docs/guides/gpt_neox.md.
 """
 
 from __future__ import annotations

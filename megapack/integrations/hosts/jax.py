@@ -8,7 +8,7 @@
 
 Rows of all buckets have ``row_tokens`` tokens, so XLA compiles one program.
 A loss that is ``sum(losses * (targets_segmentation != 0)) / sum(targets_segmentation != 0)`` over
-the global batch is the mean over all labels of the step, as in MaxText. docs/guides/jax.md.
+the global batch is the mean over all labels of the step, as in MaxText. See docs/guides/jax.md.
 """
 
 from __future__ import annotations

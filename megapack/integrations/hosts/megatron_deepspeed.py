@@ -7,7 +7,7 @@
     runpy.run_path("pretrain_gpt.py", run_name="__main__")
 
 Megatron's loader ``single`` reads consecutive rows and resumes by consumed_train_samples.
-docs/guides/megatron_deepspeed.md has the limits.
+docs/guides/megatron_deepspeed.md lists the limitations.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ rows have different numbers of labels, so ``packed`` divides by the step's mean 
     nanotron       300/100  300/300  mean of means 2
     ``packed``     300/200  300/200  mean over labels 1.5
 
-docs/guides/nanotron.md has the limits.
+docs/guides/nanotron.md lists the limitations.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ rank, so ``PackedOlmoCallback`` divides by the mean label count of all ranks: fo
     OLMo-core                       300/100  300/300   mean over ranks 2
     with ``PackedOlmoCallback``     300/200  300/200   mean over labels 1.5
 
-docs/guides/olmo_core.md has the limits.
+docs/guides/olmo_core.md lists the limitations.
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ class PackedOlmoLoader(DataLoaderBase):  # type: ignore[misc]  # not installed w
 
     def _iter_batches(self) -> Iterator[dict[str, Any]]:
         """Yield input_ids, labels int64 ``(rows, sequence_length)``, doc_lens int32 ``(rows,
-        most)`` and max_doc_lens, a list of ints. A finite set has label_mask, bool, of the
-        predicted token, instead of labels."""
+        most)`` and max_doc_lens, a list of ints. A finite set has label_mask instead of labels:
+        bool, one entry per predicted token."""
         first_batch: int | None = None
         while first_batch != self.batches_processed:
             first_batch, ranks = self.batches_processed, self.ranks

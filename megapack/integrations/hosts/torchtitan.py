@@ -9,7 +9,7 @@
 
 torchtitan starts a document at every position 0 and derives its FlexAttention mask or its varlen
 boundaries from that. Its trainer counts label tokens over all ranks of a step, so the loss is a
-mean over them. docs/guides/torchtitan.md has the limits.
+mean over them. docs/guides/torchtitan.md lists the limitations.
 """
 
 from __future__ import annotations

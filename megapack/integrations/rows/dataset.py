@@ -99,7 +99,7 @@ class _Gathered:
 def _gather(key: str, numbers: Sequence[int]) -> dict[str, Tensor]:
     dataset = _datasets.get(key)
     if dataset is None:
-        raise RuntimeError("rows left a DataLoader's worker for a process without their dataset")
+        raise RuntimeError("a DataLoader worker sent rows to a process that lacks their dataset")
     return dataset.micro_batch(numbers)
 
 
@@ -263,7 +263,8 @@ class RowDataset(GatheredRows, Dataset[dict[str, Tensor]]):
         step, places = self._block(block)
         positions = places[within].reshape(-1)
         if self.finite:
-            # Samples must come before empty places: gather the rows in ascending order, reorder.
+            # Samples must come before empty places: gather the rows in ascending order, then
+            # reorder.
             if (np.diff(positions < 0) < 0).any():
                 ascending, inverse = np.unique(within, return_inverse=True)
                 rows = self._gather(block, ascending.tolist())
@@ -306,7 +307,7 @@ class RowDataset(GatheredRows, Dataset[dict[str, Tensor]]):
 
 def _refuse_weights(what: str, option: str) -> NoReturn:
     raise ConfigError(
-        f"{what}, but a host that reads rows counts labels in whole numbers: set {option}: "
+        f"{what}, but a host that reads rows counts labels without weights: set {option}: "
         f"{'none' if option == 'token_weights' else 'token_mean'}, or train with megapack-pretrain "
         "or PackedTrainer"
     )

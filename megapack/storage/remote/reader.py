@@ -57,8 +57,8 @@ _MAP_NORESERVE = 0x4000  # Linux; mmap.MAP_NORESERVE needs Python 3.13
 
 
 class RemoteRows:
-    """Rows of equal width in one remote object, which may be longer: tokens (1-D) or a column.
-    Slices and single rows are fetched, checked and copied. Read ``mapped`` only within
+    """Rows of equal width in one remote object, which may have more bytes: tokens (1-D) or a
+    column. Slices and single rows are fetched, checked and copied. Read ``mapped`` only within
     ``read_consistently``.
 
     ``chunks`` are the cached blocks of the object, ``checksums`` those of its blocks (None:
@@ -138,7 +138,7 @@ class RemoteRows:
 
     def want(self, blocks: Blocks, *, copy: bool = False) -> set[Future[None]]:
         """Request missing blocks without waiting; return all requests that fetch them. ``copy``:
-        use the pool for copies in advance."""
+        use the thread pool that copies ahead of reads."""
         # If the cache has no size limit, a cached block is never evicted.
         unseen = blocks[~self._seen[blocks]] if self._cache.limit is None else blocks
         new = self._look(self._not_in_flight(unseen))
@@ -303,7 +303,7 @@ class RemotePair:
         objects = self.column_objects(entries)
         for (name, entry), column in zip(entries.items(), objects, strict=True):
             file_name, spec = split_address(column.url)[1], entry.spec
-            # An entry for each version, also if another tool replaced only this object.
+            # Each version gets its own cache entry, even if another tool replaced only this object.
             chunks = Chunks(self.cache.entry(file_name, self.prefix, column) / file_name)
             shape = (entry.bytes // spec.row_bytes, *spec.shape)
             rows = RemoteRows(column, chunks, self.sums_of(column), spec.numpy_dtype, shape)
@@ -316,7 +316,7 @@ class RemotePair:
             return []
         urls = [f"{self.prefix}.{name}.col" for name in entries]
         objects = find_objects(urls)
-        # An upload removes the .idx first: if it is still the same, the columns were, too.
+        # An upload removes the .idx first: if it is unchanged, so were the columns.
         index = find_object(self.index_object.url)
         if index is None or index.version != self.index_object.version:
             raise FormatError(f"{self.prefix} was replaced after it was opened; open it again")

@@ -34,7 +34,7 @@ from megapack.storage.signatures import is_mds_shard
 from megapack.units import counted
 
 Format = Literal["jsonl", "parquet", "arrow", "text"]
-TABLES = ("parquet", "arrow")  # rows in groups; compressed inside, never as a whole
+TABLES = ("parquet", "arrow")  # rows in groups; compression is inside the file
 Compression = Literal["", "gz", "zst"]
 
 # Many public corpora use the suffix .json for JSON Lines. Files with other suffixes are text.

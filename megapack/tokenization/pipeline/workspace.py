@@ -160,7 +160,8 @@ class Workspace:
         self.root = Path(f"{config.output_prefix}.build")
         self.directory = self.root / plan.digest
         self._manifest = Path(f"{config.output_prefix}.manifest.json")
-        # This file exists while outputs are written: a killed run leaves only some of the outputs.
+        # This file exists while outputs are written. If a killed run left it, outputs may be
+        # missing.
         self._joining = self.directory / "joining"
 
     def finished(self) -> Totals | None:

@@ -91,9 +91,9 @@ Coder = Callable[[TextBlock, Faults], Coded]
 
 @dataclass(frozen=True)
 class TextCoder:
-    """Tokenizes plain text. ``controls`` are the ids of the special tokens to count, ``values``
-    readers of the values of ``TextBlock.values`` by name. ``reference`` encodes ``verify_fraction``
-    of the documents again; ``code`` raises DataError if the ids differ."""
+    """Tokenizes plain text. ``controls`` are the ids of the special tokens to count. ``values``
+    maps names to functions that read ``TextBlock.values``. ``reference`` encodes
+    ``verify_fraction`` of the documents again; ``code`` raises DataError if the ids differ."""
 
     encoder: Encoder
     frame: Frame
@@ -211,7 +211,7 @@ class Chat(NamedTuple):
         document = _from_json(text, "it")
         variables = document if isinstance(document, dict) else {"messages": document}
         messages: list[Message] = variables.pop("messages")
-        if isinstance(variables.get("tools"), str):  # in parquet, whose columns have one schema
+        if isinstance(variables.get("tools"), str):  # Parquet columns have one schema
             variables["tools"] = _from_json(variables["tools"], "tools is a string that")
         if not messages:
             raise DataError("the list of messages is empty")
@@ -256,7 +256,7 @@ class ChatCoder(Generic[T]):
     def code(self, block: TextBlock, faults: Faults) -> Coded:
         chats = []
         kept = np.zeros(len(block), np.bool_)
-        with contextlib.closing(self._items(block)) as items:  # ends read's child process
+        with contextlib.closing(self._items(block)) as items:  # ends the child process
             for i, item in enumerate(items):
                 try:
                     chat = self.tokenize(item)

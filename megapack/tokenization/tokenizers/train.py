@@ -158,8 +158,8 @@ def _sentencepiece(
         if limit := re.search(r"value <= (\d+)", str(error)):
             fewer = f"--vocab-size {limit[1]} or less, or " if int(limit[1]) >= _FEWEST else ""
             raise ConfigError(
-                f"vocabulary size {vocab_size:,} is more than this text has pieces, {limit[1]}: "
-                f"give {fewer}more text"
+                f"vocabulary size {vocab_size:,} is too large: this text yields only {limit[1]} "
+                f"pieces; give {fewer}more text"
             ) from error
         raise ConfigError(f"sentencepiece cannot train: {error}; try a smaller --vocab-size") from (
             error

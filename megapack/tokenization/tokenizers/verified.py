@@ -10,8 +10,9 @@ A fixed sample cannot show that two implementations agree: of 740 random tokeniz
 166 differed on other texts. So gigatoken runs a tokenizer only if its model, normalizer and
 pre-tokenizer are on a list of combinations that property tests compare
 (tests/tokenization/tokenizers/test_equal_ids.py). Added tokens cannot affect a document that
-contains none of them; a document with one goes to the reference, except for plain added tokens: no
-flags, no overlap with another. For these, gigatoken was verified, because chats contain many.
+contains none of them; a document with one goes to the reference. Plain added tokens (without flags,
+without overlap with another one) are the exception: chats contain many, so gigatoken was verified
+for them.
 """
 
 from __future__ import annotations
@@ -205,8 +206,8 @@ def _require_spaces(
 # ---- Added tokens -------------------------------------------------------------------------------
 
 _FLAGS = ("single_word", "lstrip", "rstrip")
-# ASCII characters that NFC writes for others (U+037E, U+1FEF, U+212A), and the space, which other
-# normalizers replace. A text may contain a token with one of these only after normalization.
+# ASCII characters that NFC substitutes for others (U+037E, U+1FEF, U+212A), and the space, which
+# other normalizers replace. A text may contain a token with one of these only after normalization.
 _MADE_BY_NORMALIZERS = frozenset(" ;`K")
 
 

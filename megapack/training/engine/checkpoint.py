@@ -84,7 +84,7 @@ class WrittenFiles:
 
     @property
     def is_complete(self) -> bool:
-        """The thread has written all files, or has failed."""
+        """True if the thread has written all files or has failed."""
         return self._writing is not None and self._writing.done()
 
     def wait(self) -> None:
@@ -223,7 +223,7 @@ class CheckpointStore:
 
     @property
     def is_written(self) -> bool:
-        """This rank has written its part of the checkpoint that was started."""
+        """True if this rank has written its part of the checkpoint that was started."""
         return self._begun is not None and self._begun[1].is_complete
 
     def finish(self) -> str | None:

@@ -2,9 +2,9 @@
 
 ``open_model`` chooses the attention, checks the architecture and builds the model; with ZeRO-3, no
 rank ever holds the whole model. ``tile_mlps`` computes the MLPs of long rows in chunks of tokens
-with DeepSpeed's TiledMLP, so that the activations between an MLP's two projections, its largest,
-exist for one chunk only; the backward pass recomputes them (Bekman et al., *Arctic Long Sequence
-Training*, 2025), and adds a weight's gradients over the chunks in the weight's dtype.
+with DeepSpeed's TiledMLP, so that an MLP's largest activations, those between its two projections,
+exist for one chunk at a time; the backward pass recomputes them (Bekman et al., *Arctic Long
+Sequence Training*, 2025), and adds a weight's gradients over the chunks in the weight's dtype.
 
     num_chunks(10, 4)  # -> 3 chunks, of 4, 4 and 2 tokens
 """
@@ -54,8 +54,8 @@ def num_chunks(num_tokens: int, chunk_tokens: int) -> int:
 
 def tile_mlps(layers: nn.ModuleList, chunk_tokens: int) -> None:
     """Compute the MLP of every layer in chunks of at most ``chunk_tokens`` tokens. Raises
-    ConfigError if an MLP contains anything but dense layers: a chunk may leave an expert unused,
-    whose gradient would be lost; dropout would be drawn again."""
+    ConfigError if an MLP contains anything but dense layers: a chunk may leave an expert unused and
+    lose its gradient, and recomputation would draw another dropout mask."""
     for layer in layers:
         mlp = getattr(layer, "mlp", None)
         if problem := _problem(mlp):
@@ -360,7 +360,7 @@ def _initialized_whole() -> Iterator[None]:
 
 @contextmanager
 def _reporting(progress: Callable[[], object]) -> Iterator[None]:
-    """Call ``progress`` for every item for which transformers moves a progress bar."""
+    """Call ``progress`` each time transformers advances a progress bar."""
     from transformers.utils import logging  # noqa: PLC0415
 
     def reported(items: Iterable[Any]) -> Iterator[Any]:

@@ -344,8 +344,8 @@ def longest_segment(batch: Batch, config: EngineConfig) -> int:
     """Return ``max_seqlen`` for a forward pass.
 
     The exact length keeps the grid of the attention kernel small. But a compiled layer is
-    specialized on it, so with ``compile`` it is the longest segment that the bucket allows (padding
-    that fills a slot): one graph per bucket instead of one per batch.
+    specialized on it, so with ``compile`` it is the longest segment that the bucket allows (or
+    padding that fills a whole sample): one graph per bucket instead of one per batch.
     """
     if not config.compile:
         return int(batch["max_seqlen_q" if "kv_index" in batch else "max_seqlen"])

@@ -52,6 +52,8 @@ class StepWork:
     """Model FLOPs: tokens of documents, attention within segments and window."""
     naive_flops: float
     """FLOPs if every sample were one document of its capacity; inflates the MFU of packed data."""
+    second_padding: float | None = None
+    """Share of the second capacities that stays free; None: no sample has one."""
 
     @staticmethod
     def of(schedule: Schedule, step: Step, flops: ModelFlops) -> StepWork:
@@ -60,11 +62,16 @@ class StepWork:
         capacities = np.concatenate(samples)
         tokens = schedule.stage_at(step.index).config.tokens_per_step
         useful = int(lengths.sum())
+        second = [
+            schedule.samples.second_sizes(d.sample_ids, d.capacity, step.view) for d in step.draws
+        ]
+        held, room = (sum(parts) for parts in zip(*second, strict=True))
         return StepWork(
             tokens=tokens,
             useful_tokens=useful,
             flops=flops.step(useful, lengths, paths),
             naive_flops=flops.step(tokens, capacities),
+            second_padding=1 - held / room if room else None,
         )
 
 
@@ -209,7 +216,8 @@ class Monitor:
         }
         if self._sources is not None:
             facts["source_label_tokens"] = self._sources.label_tokens(content)
-        self._lines.append({**line, **facts, "seconds": seconds, **work.__dict__})
+        counts = {name: value for name, value in vars(work).items() if value is not None}
+        self._lines.append({**line, **facts, "seconds": seconds, **counts})
         self._results.append(result)
         too_many = self._count_skipped(line["step"], result.skipped)
         if too_many is not None or len(self._lines) == self.config.every:

@@ -366,7 +366,7 @@ def test_untrainable_options_are_refused(tmp_path: Path, source_files: list[Inpu
     with pytest.raises(ConfigError, match="a special token is ''"):
         train(source_files, tmp_path / "x.model", special_tokens=("a", ""))
     (tmp_path / "small.txt").write_text("tiny corpus")
-    with pytest.raises(ConfigError, match=r"size 5,000 is .* pieces, 290: give more text$"):
+    with pytest.raises(ConfigError, match=r"size 5,000 is .* only 290 pieces; give more text$"):
         train(find_inputs([str(tmp_path / "small.txt")]), tmp_path / "x.model", vocab_size=5000)
     with pytest.raises(ConfigError, match=r"give --vocab-size (\d+) or less") as error:
         train(source_files[:2], tmp_path / "x.model", vocab_size=2_000_000)

@@ -3,8 +3,8 @@
 ``python -m megapack.integrations.hosts.megatron pretrain_gpt.py ...`` runs a script on packed rows;
 ``install()`` does the same inside a script. See docs/guides/megatron.md.
 
-Each name is imported on first use, with its module alone, so a Megatron release may lack what other
-modules need.
+Each name is imported on first use, and only its own module with it. So a Megatron release may lack
+something that only another module needs.
 """
 
 from __future__ import annotations

@@ -52,7 +52,8 @@ class PackedGPTDataset(GatheredRows, MegatronDataset):  # type: ignore[misc]  # 
     """Rows of ``config.sequence_length`` tokens in blocks of one bucket.
 
     The constructor is MegatronDataset's, with a GPTDatasetConfig of any release from 0.16. Raises
-    ConfigError if a micro step does not divide a block, Megatron blends, or options conflict.
+    ConfigError if blocks are not whole micro steps, if Megatron itself would blend the paths, or if
+    options conflict.
 
     Args:
         dataset: ``build_low_level_dataset(dataset_path, config)``; the path is a prefix, a manifest
@@ -85,7 +86,7 @@ class PackedGPTDataset(GatheredRows, MegatronDataset):  # type: ignore[misc]  # 
             if self.dialect is MEGATRON_BRIDGE and sizes and sizes.micro_batch_size != 1:
                 raise ConfigError(
                     f"micro_batch_size is {sizes.micro_batch_size}; Megatron-Bridge supports one "
-                    "packed row per micro batch: set it to 1, and a larger seq_length"
+                    "packed row per micro batch: set it to 1, and raise seq_length"
                 )
             self.rows = open_rows(
                 dataset.manifest,
@@ -199,7 +200,8 @@ def _rows_per_block(sizes: BatchSizes | None) -> int:
 
 
 def _cu_seqlens_format(manifest: Manifest, sizes: BatchSizes | None) -> Any:
-    # Every release supports exact boundaries with one row per micro batch; several rows must stack.
+    # Every release supports exact boundaries with one row per micro batch; those of several rows
+    # must have one shape to be stacked.
     if manifest.cu_seqlens != "auto":
         return manifest.cu_seqlens
     if sizes is not None and sizes.micro_batch_size == 1:
@@ -278,7 +280,7 @@ def _check_flags(args: Any | None, *, boundaries: bool) -> None:
 def _wrong_flags(args: Any, *, boundaries: bool) -> Iterator[str]:
     loader = {
         "cyclic": "would mix buckets in a micro step; rows are ordered already",
-        "external": "needs iterators of the script, but megapack provides a dataset",
+        "external": "expects iterators from the script, but megapack provides a dataset",
     }.get(getattr(args, "dataloader_type", None) or "")
     if loader is not None:
         yield f"--dataloader-type {args.dataloader_type} {loader}: set --dataloader-type single"
