@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+import xxhash
 
 from megapack.attention import choose_backend
 from megapack.config import from_dict, to_dict
@@ -117,7 +118,8 @@ def check_start(
 
 
 def check_tokenizer(name: str, tokenizer: Any, inputs: Inputs) -> None:
-    """Check that the tokenizer to export has every id of the training data. Raises ConfigError."""
+    """Check that the tokenizer to export has every id of the training data. Warns if the data were
+    made with other tokenizer files. Raises ConfigError."""
     num_ids = max(tokenizer.get_vocab().values(), default=-1) + 1
     for source in inputs.data.datasets:
         prefix, largest = source.largest_token_id(num_ids)
@@ -127,6 +129,30 @@ def check_tokenizer(name: str, tokenizer: Any, inputs: Inputs) -> None:
                 f"token id {largest:,}: set model.tokenizer to the tokenizer that made {prefix} "
                 f"(`megapack-build inspect {prefix}` prints its command)"
             )
+    digests = _file_digests(Path(name))
+    for source in inputs.data.datasets if digests else ():
+        recorded = (source.meta or {}).get("tokenizer") or {}
+        if "digest" in recorded and recorded["digest"] not in digests:
+            logger.warning(
+                "%s was tokenized with other files than those of model.tokenizer, %s: check that "
+                "%s (%s ids) gives the same ids; the model is exported with %s",
+                source.prefix,
+                name,
+                recorded.get("name", "its tokenizer"),
+                f"{recorded.get('vocab_size', 0):,}",
+                name,
+            )
+
+
+def _file_digests(path: Path) -> set[str]:
+    """Return xxh3-128 of each file that may define the tokenizer, as meta files record it."""
+    if path.is_file():
+        return {xxhash.xxh3_128_hexdigest(path.read_bytes())}
+    found = {xxhash.xxh3_128_hexdigest(p.read_bytes()) for p in path.glob("*.model")}
+    for names in (["tokenizer.json"], ["vocab.json", "merges.txt"]):
+        if all((path / name).is_file() for name in names):
+            found.add(xxhash.xxh3_128_hexdigest(b"".join((path / n).read_bytes() for n in names)))
+    return found
 
 
 def check_directory(section: CheckpointConfig, run: RunDirectory) -> None:

@@ -7,6 +7,7 @@ import re
 import socket
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,16 @@ import pytest
 import yaml
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast
 
+from megapack.cli.main import main
 from megapack.config import load_config, to_dict
-from megapack.data import BucketBatchSampler, Schedule
+from megapack.data import BucketBatchSampler, PackedDataset, Schedule
 from megapack.errors import ConfigError, ResumeError
 from megapack.packing import pack
 from megapack.packing.second import second_per_sample
+from megapack.storage import IndexedDataset
 from megapack.training.command import RECIPES, check_hub, read_config
 from megapack.training.config import ModelConfig, PretrainConfig
 from megapack.training.dry_run import dry_run
@@ -28,6 +33,7 @@ from megapack.training.engine.inputs import Inputs, check_run, run_record
 from megapack.training.model.flops import ModelFlops
 from megapack.training.monitoring.monitor import StepWork
 from megapack.training.pretrain import planned_model
+from megapack.training.start import check_tokenizer
 from megapack.units import size
 
 from .conftest import Corpus, blend_config, drawn_from, write_blend
@@ -147,6 +153,28 @@ def test_a_tokenizer_without_ids_of_the_documents(corpus: Corpus, tmp_path: Path
     config = load_config(PretrainConfig, settings)
     with pytest.raises(ConfigError, match=r"small\.json', whose ids are below 3, and .* holds tok"):
         dry_run(config)
+
+
+def test_a_tokenizer_that_did_not_make_the_documents(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text, prefix = tmp_path / "x.jsonl", tmp_path / "x"
+    text.write_text('{"text": "a b c a"}\n')
+    vocabularies = {"made": "abc", "other": "cba"}  # other ids for the same words
+    for name, letters in vocabularies.items():
+        model = WordLevel({letter: i for i, letter in enumerate(letters)}, unk_token="a")
+        tokenizer = Tokenizer(model)
+        tokenizer.pre_tokenizer = WhitespaceSplit()
+        (tmp_path / name).mkdir()
+        tokenizer.save(str(tmp_path / name / "tokenizer.json"))
+    command = ["tokenize", "--input", text, "--tokenizer", tmp_path / "made"]
+    assert main([*map(str, command), "--output-prefix", str(prefix)]) == 0
+    data = PackedDataset(prefix, pack(IndexedDataset(prefix).document_lengths, buckets=[8]))
+    for name in vocabularies:
+        path = tmp_path / name
+        tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path / "tokenizer.json"))
+        check_tokenizer(str(path), tokenizer, SimpleNamespace(data=data))  # type: ignore[arg-type]
+        assert ("was tokenized with other files" in caplog.text) == (name == "other")
 
 
 @pytest.mark.parametrize(
