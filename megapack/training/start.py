@@ -131,8 +131,8 @@ def check_tokenizer(name: str, tokenizer: Any, inputs: Inputs) -> None:
             )
     digests = _file_digests(Path(name))
     for source in inputs.data.datasets if digests else ():
-        recorded = (source.meta or {}).get("tokenizer") or {}
-        if "digest" in recorded and recorded["digest"] not in digests:
+        recorded = (source.meta or {}).get("tokenizer")  # absent in datasets of other programs
+        if isinstance(recorded, dict) and recorded.get("digest", "") not in {"", *digests}:
             logger.warning(
                 "%s was tokenized with other files than those of model.tokenizer, %s: check that "
                 "%s (%s ids) gives the same ids; the model is exported with %s",
