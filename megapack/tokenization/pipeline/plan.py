@@ -205,7 +205,14 @@ class BuildConfig:
     @property
     def packages(self) -> tuple[str, ...]:
         """Optional packages that this build may use and that take long to import."""
-        return ("gigatoken", "awkward") if self.backend in ("auto", "gigatoken") else ()
+        may_use = self.backend == "gigatoken" or (self.backend == "auto" and not self.needs_spans)
+        return ("gigatoken", "awkward") if may_use else ()
+
+    @property
+    def needs_spans(self) -> bool:
+        """True if the build needs the characters of tokens, which gigatoken cannot report."""
+        of_chats = self.messages_key is not None and self.chat_format == "template"
+        return of_chats or self.weights_key is not None or bool(self.columns)
 
     def indices(self, num_shards: int) -> range:
         """Return the shards of this run."""
@@ -445,8 +452,8 @@ def make_plan(
     shards = plan_shards(inputs, shard_bytes=shard_bytes, json_key=read.json_key)
     _require_keys(config, inputs)
     backend = config.backend
-    if backend == "auto" and (read.value_keys or chat_format == "template"):
-        backend = BACKENDS[tokenizer.kind][0]  # gigatoken cannot report the characters of a token
+    if backend == "auto" and config.needs_spans:
+        backend = BACKENDS[tokenizer.kind][0]
     limits = config.limits(config.indices(len(shards)))
     backend, encoder = choose_backend(tokenizer, backend, shards, read, note, limits=limits)
     columns = _column_specs(config, read, shards, note)
