@@ -95,6 +95,25 @@ def test_changed_plan_is_another_build_and_reports_old_shards(
     assert not progress.notes and not (tmp_path / "out.build").exists(), "--overwrite removes all"
 
 
+@pytest.mark.parametrize(
+    ("options", "uses_gigatoken"),
+    [
+        ({}, True),
+        ({"messages_key": "messages", "chat_format": "headers"}, True),
+        ({"messages_key": "messages"}, False),
+        ({"weights_key": "weights"}, False),
+        ({"columns": ("n=n",)}, False),
+    ],
+    ids=["text", "headers", "template", "weights", "columns"],
+)
+def test_builds_that_need_the_reference_import_no_gigatoken(
+    options: dict[str, Any], uses_gigatoken: bool
+) -> None:
+    """Regression: a build of chats imported packages for .2 s that it did not use."""
+    config = BuildConfig(inputs=("x",), tokenizer="bytes", output_prefix="out", **options)
+    assert bool(config.packages) == uses_gigatoken
+
+
 def test_rewritten_file_of_the_same_size_is_another_plan(records: Path, run_build: Build) -> None:
     run_build(records)
     facts = records.stat()
