@@ -374,6 +374,9 @@ def run(args: argparse.Namespace) -> None:
     _note_many_cut(metrics["truncation_floor"], int(index.bucket_capacity[-1]), prefix)
 
 
+_MANY_CUT = 0.5  # of the documents
+
+
 def _note_many_cut(longer: float, largest: int, prefix: str) -> None:
     """Print a note if so many documents are longer than the largest bucket that it may be a
     mistake."""
@@ -383,9 +386,6 @@ def _note_many_cut(longer: float, largest: int, prefix: str) -> None:
             f"{count(largest)} tokens, and are cut; to see what larger buckets would save: "
             f"megapack-build compare {shlex.quote(prefix)} --buckets {largest},{4 * largest}"
         )
-
-
-_MANY_CUT = 0.5  # of the documents
 
 
 def _only_prefix(args: argparse.Namespace) -> str:

@@ -325,7 +325,7 @@ def test_names_of_a_hub_that_does_not_answer_are_refused_before_torch_is_importe
 
 
 def test_work_of_a_step_has_the_padding_of_second_capacities() -> None:
-    """Of the samples of a step whose source has them."""
+    """Only samples whose source was packed with second sizes count."""
     lengths, images = np.tile([3, 5, 4, 9, 2], 40), np.tile([2, 0, 1, 3, 1], 40)
     one = pack(lengths, buckets=[8, 16], second=images, second_capacity=[3, 6])
     other = pack(lengths, buckets=[8, 16])

@@ -225,7 +225,7 @@ def test_a_real_run_is_evidence(blend: Path) -> None:
 
 
 def started_command(folder: Path, *options: object, tries: str = "tries") -> subprocess.Popen[str]:
-    """Start `megapack-build mixtures` as a process of its own group."""
+    """Start `megapack-build mixtures` in a new process group."""
     words = ["mixtures", folder / "run.yaml", folder / tries, "--scale", "1/4", *options]
     command = [sys.executable, "-m", "megapack.cli.main", *map(str, words)]
     return subprocess.Popen(command, stdout=-1, stderr=-1, text=True, start_new_session=True)

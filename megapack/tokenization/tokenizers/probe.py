@@ -91,8 +91,8 @@ _TRIAL_BYTES = 8 << 30
 def require_runnable(files: TokenizerFiles, modules: Sequence[str] = ()) -> None:
     """Load a tokenizer and encode some texts in a child process with limits. Raises FormatError if
     the library refuses the files, or the child was killed or exceeded a limit, and MegapackError if
-    a package is missing. This process imports ``modules``, if they
-    are installed, while the child works: the backends need them next."""
+    a package is missing. While the child works, this
+    process imports ``modules`` that are installed, because the backends need them next."""
     if files.kind == "bytes":
         return
     require("sentencepiece" if files.kind == "sentencepiece" else "tokenizers", files.name)
