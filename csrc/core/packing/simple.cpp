@@ -28,39 +28,43 @@ void for_each_document(const Documents<Id, Length>& documents,
     }
 }
 
-// Packs one bucket. A single thread skips the pass that counts segments: a part begins where the
-// part before it ended, and every cut splits at most one document, which bounds their number.
+// Packs one bucket. A single thread needs no other pass: a part begins where the part before it
+// ended, and every cut splits at most one document, which bounds the number of segments.
 template <typename Id, typename Length>
 Samples<Id, Length> pack_one_stream(const Documents<Id, Length>& documents, std::int64_t capacity,
-                                    const Run& run) {
+                                    std::int64_t tokens, const Run& run) {
     const std::int64_t n = documents.size(), parts = num_parts(n);
-    const bool sequential = run.threads == 1;
-    run.progress.add_total((sequential ? 2 : 3) * n);
+    const std::int64_t samples = (tokens + capacity - 1) / capacity;
+    Samples<Id, Length> out({capacity}, {0, samples}, n + samples);
+    out.open_sample(0, 0);
+    if (run.threads == 1) {
+        run.progress.add_total(n);
+        StreamCutter<Id, Length> cutter(out, capacity, 0, 0, 0);
+        for_each_part(
+            run, n, [&](std::int64_t, Part range) { cutter.push_range(documents, range, tokens); });
+        out.truncate(samples, cutter.num_segments());
+        return out;
+    }
+    run.progress.add_total(3 * n);
     std::vector<std::int64_t> position(parts + 1, 0), segment(parts + 1, 0);
     for_each_part(run, n, [&](std::int64_t p, Part range) {
         const Documents<Id, Length> items = documents;
-        std::uint64_t tokens = 0;  // lengths are not negative: unsigned numbers widen faster
+        std::uint64_t sum = 0;  // lengths are not negative: unsigned numbers widen faster
         for (std::int64_t i = range.begin; i < range.end; ++i)
-            tokens += std::make_unsigned_t<Length>(items[i].length);
-        position[p] = static_cast<std::int64_t>(tokens);
+            sum += std::make_unsigned_t<Length>(items[i].length);
+        position[p] = static_cast<std::int64_t>(sum);
     });
     lay_out(position);
-    const std::int64_t samples = (position[parts] + capacity - 1) / capacity;
-    Samples<Id, Length> out({capacity}, {0, samples}, n + samples);
-    out.open_sample(0, 0);
-    if (!sequential) {
-        for_each_part(run, n, [&](std::int64_t p, Part range) {
-            const Documents<Id, Length> items = documents;
-            SegmentCounter counter(capacity, position[p]);
-            for (std::int64_t i = range.begin; i < range.end; ++i) counter.push(items[i].length);
-            segment[p] = counter.num_segments();
-        });
-        lay_out(segment);
-    }
+    for_each_part(run, n, [&](std::int64_t p, Part range) {
+        const Documents<Id, Length> items = documents;
+        SegmentCounter counter(capacity, position[p]);
+        for (std::int64_t i = range.begin; i < range.end; ++i) counter.push(items[i].length);
+        segment[p] = counter.num_segments();
+    });
+    lay_out(segment);
     for_each_part(run, n, [&](std::int64_t p, Part range) {
         StreamCutter<Id, Length> cutter(out, capacity, 0, segment[p], position[p]);
         cutter.push_range(documents, range, position[p + 1]);
-        if (sequential) segment[p + 1] = cutter.num_segments();
     });
     out.truncate(samples, segment[parts]);
     return out;
@@ -296,7 +300,7 @@ Samples<Id, Length> pack_concat(const Lengths<Length>& lengths, const ConcatRule
     const AtomSize& sizes = rules.sizes;
     sizes.check_sizes();
     return pack_in_order<Id>(lengths, rules.shuffle, run, [&](const auto& documents) {
-        auto samples = pack_one_stream(documents, sizes.unit(), run);
+        auto samples = pack_one_stream(documents, sizes.unit(), lengths.totals().num_tokens, run);
         if (sizes.atom_size != sizes.capacity) samples = shuffle_atoms(samples, sizes, run);
         if (rules.drop_last) samples.drop_partial_sample();
         return samples;
@@ -308,7 +312,8 @@ Samples<Id, Length> pack_bucket_naive(const Lengths<Length>& lengths, const Buck
                                       const Run& run) {
     check_capacities(rules.capacities);
     return pack_in_order<Id>(lengths, rules.shuffle, run, [&](const auto& documents) {
-        return rules.capacities.size() == 1 ? pack_one_stream(documents, rules.capacities[0], run)
+        return rules.capacities.size() == 1 ? pack_one_stream(documents, rules.capacities[0],
+                                                              lengths.totals().num_tokens, run)
                                             : pack_many_streams(documents, rules.capacities, run);
     });
 }
