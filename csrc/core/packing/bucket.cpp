@@ -3,6 +3,7 @@
 // of BucketLLM (StreamingPool).
 #include <algorithm>
 #include <atomic>
+#include <memory>
 #include <queue>
 #include <tuple>
 #include <utility>
@@ -85,6 +86,7 @@ class PoolWriter {
         if (all_sorted) {
             write_columns(out_, columns_, sorted, lengths_, 0, pattern.count, at.sample,
                           at.segment);
+            write_lengths(out_, columns_, at.segment, pattern.count);
         } else {
             write_one_by_one(pattern.count, sorted, at);
         }
@@ -348,15 +350,21 @@ Samples<Id, Length> pack_bucket(const Lengths<Length>& lengths, const BucketRule
     const std::int64_t buckets = ssize(rules.capacities);
     std::vector<BucketPlan> plans(num_pools);
     std::vector<std::int64_t> chunks(num_pools);
-    // Plans of many small pools need more memory than the documents: plans beyond this limit are
-    // discarded and made again when they are written.
-    const std::int64_t kept_limit = (std::int64_t{1} << 26) + n;
-    std::atomic<std::int64_t> kept_bytes{0};
+    // Plans and histograms of many small pools need more memory than the documents: those beyond
+    // these limits are discarded and made again when the pool is written.
+    const std::int64_t kept_limit = (std::int64_t{1} << 26) + n, sort_limit = (1 << 20) + n;
+    std::atomic<std::int64_t> kept_bytes{0}, sort_bytes{0};
+    using Sort = LengthSort<Id, Length>;
+    std::vector<std::unique_ptr<Sort>> sorts(num_pools);
+    const auto count_pool = [&](std::int64_t p) {
+        return std::make_unique<Sort>(pool(p), PlainCut{rules.capacities.back()}, 1);
+    };
     parallel_for(run.threads, num_pools, [&](std::int64_t p) {
-        const LengthSort<Id, Length> sort(pool(p), PlainCut{rules.capacities.back()}, 1);
-        plans[p] = plan_buckets(sort.counts(), rules);
-        chunks[p] = sort.num_chunks();
+        auto sort = count_pool(p);
+        plans[p] = plan_buckets(sort->counts(), rules);
+        chunks[p] = sort->num_chunks();
         if ((kept_bytes += plans[p].num_bytes()) > kept_limit) plans[p].forget_samples();
+        if ((sort_bytes += sort->num_bytes()) <= sort_limit) sorts[p] = std::move(sort);
         run.progress.advance(pool(p).size());
     });
 
@@ -371,14 +379,14 @@ Samples<Id, Length> pack_bucket(const Lengths<Length>& lengths, const BucketRule
     const std::int64_t num_segments = lay_out(segment, buckets).back();
     Samples<Id, Length> out(rules.capacities, lay_out(sample, buckets), num_segments);
     parallel_for(run.threads, num_pools, [&](std::int64_t p) {
-        LengthSort<Id, Length> sort(pool(p), PlainCut{rules.capacities.back()}, 1);
+        const std::unique_ptr<Sort> sort = sorts[p] ? std::move(sorts[p]) : count_pool(p);
         BucketPlan plan = std::move(plans[p]);
-        if (plan.patterns.empty()) plan = plan_buckets(sort.counts(), rules);
+        if (plan.patterns.empty()) plan = plan_buckets(sort->counts(), rules);
         PoolWriter<Id, Length> writer(out, plan, lengths, sample[p], segment[p]);
-        const auto sorted = sort.sort([&](std::int64_t chunk, Id document, Length begin) {
+        const auto sorted = sort->sort([&](std::int64_t chunk, Id document, Length begin) {
             writer.write_chunk(chunk, document, begin);
         });
-        writer.write_plan(sorted, sort.num_chunks(), rules.shuffle_segments,
+        writer.write_plan(sorted, sort->num_chunks(), rules.shuffle_segments,
                           random_for(run.seed, Purpose::kSegments).child(p));
         run.progress.advance(pool(p).size());
         if (num_pools > 1) pools.items.discard(pools.offsets[p], pools.offsets[p + 1]);

@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <functional>
 #include <queue>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -230,7 +231,7 @@ class Bins {
     std::int64_t num_segments() const { return runs_.back().first_segment; }
     std::int64_t lost_tokens() const { return lost_tokens_; }
 
-    // Writes every bin as a sample.
+    // Writes every bin as a sample. Lengths come last: the sorted rests may be in their memory.
     void write(const Samples<Id, Length>& out, std::int64_t sample, std::int64_t segment,
                int threads) const {
         for_each_part(threads, num_bins(), threads, [&](std::int64_t, Part range) {
@@ -239,6 +240,13 @@ class Bins {
                 write_columns(out, run.columns, sorted_, lengths_, bins.begin, bins.end,
                               sample + run.first_bin + bins.begin,
                               segment + run.first_segment + bins.begin * ssize(run.columns));
+            });
+        });
+        for_each_part(threads, num_bins(), threads, [&](std::int64_t, Part range) {
+            for_each_run(range, [&](const Contents& run, Part bins) {
+                write_lengths(out, run.columns,
+                              segment + run.first_segment + bins.begin * ssize(run.columns),
+                              bins.size());
             });
         });
     }
@@ -415,9 +423,16 @@ Samples<Id, Length> pack_fit_decreasing(const Lengths<Length>& lengths, const Fi
     const std::int64_t chunks = sort.num_chunks();
     // A rest has at most one segment; extra_capacity may drop some.
     Samples<Id, Length> out({capacity}, {0, chunks + plan.num_bins()}, chunks + sort.num_rests());
-    const SortedRests<Id> sorted = sort.sort([&](std::int64_t chunk, Id document, Length begin) {
+    const auto on_chunk = [&](std::int64_t chunk, Id document, Length begin) {
         out.put_alone(chunk, document, begin, capacity);
-    });
+    };
+    // Fresh memory is half of the time: the sorted rests use that of the lengths if they fit.
+    const SortedRests<Id> sorted = [&] {
+        if constexpr (std::is_same_v<Id, std::int32_t>)
+            return sort.sort_into({out.segment_length.data() + chunks, sort.num_rests()}, on_chunk);
+        else
+            return sort.sort(on_chunk);
+    }();
     run.progress.advance(n);
     const Bins<Id, Length> bins(plan, plan.runs, sorted, lengths, capacity);
     bins.write(out, chunks, chunks, run.threads);
