@@ -667,11 +667,6 @@ second_arranged: samples of the second bucket get the second sizes of samples of
 - numbers = ids - first[run] + first_in_shard[run]
 + numbers = ids - first[run]
 
-megapack/training/proxy.py: tests/training/test_proxy.py
-proxy_names: sources whose documents have the same lengths share a file of samples
-- f"{index.fingerprint} of {dataset}".encode()
-+ index.fingerprint.encode()
-
 megapack/training/mixtures.py: tests/training/test_mixtures.py
 mixture_unfinished: the losses of a run that was killed are evidence
 - if line["step"] == record.num_steps]
