@@ -26,7 +26,9 @@ from megapack.integrations.rows.rank_rows import RankRows
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from megapack.storage.columns import ColumnSpec
 from tests.data.corpora import random_rows, write_columns
+from tests.hosts.cpu import on_cpu
 from tests.hosts.processes import CHANGED, LEAK
+from tests.integrations.harness import run_forked
 from tests.integrations.samples import make_dataset
 
 ROW, BLOCK, NUM_BLOCKS = 64, 12, 5
@@ -209,6 +211,20 @@ def test_probe_restores_the_model(corpus: IndexedDataset, caplog: pytest.LogCapt
         probe(ranks, model, next(iter(ranks)))
     assert "documents of a micro batch are kept apart: probed in" in caplog.text
     assert model.seen == 0 and model.training
+
+
+def probed_on_mapped_cuda(corpus: IndexedDataset) -> None:
+    on_cpu()
+    ranks = ranks_of(rows_of(corpus), 1, 3, TORCHTITAN)[0]
+    arrived = next(iter(ranks))
+    probe(ranks, Model(), arrived)
+    with pytest.raises(ConfigError, match=LEAK):
+        probe(ranks, Model(1), arrived)
+
+
+@pytest.mark.multiprocess
+def test_probe_runs_where_tests_of_hosts_map_cuda_to_the_cpu(corpus: IndexedDataset) -> None:
+    run_forked(probed_on_mapped_cuda, corpus)
 
 
 def test_probe_refuses_moved_boundaries_and_labels(corpus: IndexedDataset) -> None:
