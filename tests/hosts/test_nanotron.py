@@ -17,7 +17,16 @@ import yaml
 
 from tests.hosts import matrix
 from tests.hosts.corpus import LAYERS, ROW, STEP_ROWS, Corpus
-from tests.hosts.processes import environment_of, finish, is_refused, marks_of, torchrun, trees_of
+from tests.hosts.processes import (
+    CHANGED,
+    LEAK,
+    environment_of,
+    finish,
+    is_refused,
+    marks_of,
+    torchrun,
+    trees_of,
+)
 
 TREES = trees_of("NANOTRON")
 HOST = "nanotron"
@@ -194,13 +203,13 @@ def test_run_resumes_on_other_ranks_and_micro_batches(
 @pytest.mark.parametrize(
     ("wrong", "layout", "said"),
     [
-        ("boundary", Layout(name=""), "see another document"),
-        ("no boundary", Layout(name=""), "see another document"),
+        ("boundary", Layout(name=""), LEAK),
+        ("no boundary", Layout(name=""), LEAK),
         ("mask", Layout(name=""), "against the loss mask; this holds for"),
-        ("loader", Layout(name=""), "'label_ids' of the first micro batch is not what megapack"),
+        ("loader", Layout(name=""), f"'label_ids' {CHANGED}"),
         ("", Layout(name="window", data="program.json"), "attention windows"),
-        ("", Layout(name="pipeline", pipeline_parallel=2), "parallelism has pp 2"),
-        ("", Layout(name="stages", stages=2), "2 data_stages"),
+        ("", Layout(name="pipeline", pipeline_parallel=2), "parallelism.pp is 2"),
+        ("", Layout(name="stages", stages=2), "the number of data_stages is 2"),
     ],
     ids=lambda value: value.name if isinstance(value, Layout) else value or "stock",
 )

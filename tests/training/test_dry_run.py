@@ -14,9 +14,7 @@ import numpy as np
 import pytest
 import yaml
 from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import PreTrainedTokenizerFast
+from tokenizers.models import BPE, WordLevel
 
 from megapack.cli.main import main
 from megapack.config import load_config, to_dict
@@ -155,25 +153,29 @@ def test_a_tokenizer_without_ids_of_the_documents(corpus: Corpus, tmp_path: Path
         dry_run(config)
 
 
+@pytest.mark.parametrize("names", [["tokenizer.json"], ["vocab.json", "merges.txt"]])
 def test_a_tokenizer_that_did_not_make_the_documents(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    names: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     text, prefix = tmp_path / "x.jsonl", tmp_path / "x"
-    text.write_text('{"text": "a b c a"}\n')
-    vocabularies = {"made": "abc", "other": "cba"}  # other ids for the same words
-    for name, letters in vocabularies.items():
-        model = WordLevel({letter: i for i, letter in enumerate(letters)}, unk_token="a")
-        tokenizer = Tokenizer(model)
-        tokenizer.pre_tokenizer = WhitespaceSplit()
-        (tmp_path / name).mkdir()
-        tokenizer.save(str(tmp_path / name / "tokenizer.json"))
+    text.write_text('{"text": "abca"}\n')
+    tokenizers = {"made": "abc", "other": "cba"}  # other ids for the same letters
+    for name, letters in tokenizers.items():
+        vocabulary = {token: i for i, token in enumerate(["<|endoftext|>", *letters, "ab"])}
+        folder = tmp_path / name
+        folder.mkdir()
+        if names == ["tokenizer.json"]:
+            Tokenizer(BPE(vocabulary, [("a", "b")])).save(str(folder / "tokenizer.json"))
+        else:
+            (folder / "vocab.json").write_text(json.dumps(vocabulary))
+            (folder / "merges.txt").write_text("#version: 0.2\na b\n")
     command = ["tokenize", "--input", text, "--tokenizer", tmp_path / "made"]
     assert main([*map(str, command), "--output-prefix", str(prefix)]) == 0
     data = PackedDataset(prefix, pack(IndexedDataset(prefix).document_lengths, buckets=[8]))
-    for name in vocabularies:
-        path = tmp_path / name
-        tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path / "tokenizer.json"))
-        check_tokenizer(str(path), tokenizer, SimpleNamespace(data=data))  # type: ignore[arg-type]
+    for name in tokenizers:
+        vocab = SimpleNamespace(get_vocab=lambda: {"<|endoftext|>": 0, "ab": 4})
+        inputs: Any = SimpleNamespace(data=data)
+        check_tokenizer(str(tmp_path / name), vocab, inputs)
         assert ("was tokenized with other files" in caplog.text) == (name == "other")
 
 

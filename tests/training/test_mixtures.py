@@ -109,6 +109,10 @@ def test_evidence_survives_an_added_source_and_an_added_held_out_set() -> None:
     assert (found.num_trials, found.num_ignored) == (26, 0)
     removed = propose([*old, *new], NAMES, NAMES, PRIOR, limits=[1.0] * 3)
     assert (removed.num_trials, removed.num_ignored) == (20, 6)
+    unused = [Evidence({**e.weights, "chat": 0.0}, e.losses) for e in old]
+    assert propose(unused, NAMES, NAMES, PRIOR, limits=[1.0] * 3) == propose(
+        old, NAMES, NAMES, PRIOR, limits=[1.0] * 3
+    )
     with pytest.raises(DataError, match="20 finished trials"):
         propose(old, more, more, [0.25] * 4, limits=[1.0] * 4)  # no trial scored "chat"
     with pytest.raises(DataError, match="raise it, or add data"):
@@ -212,6 +216,19 @@ def test_command_prepares_runs_resumes_and_proposes(blend: Path) -> None:
     [stage] = mixture["stages"]
     for name, before in zip(NAMES, PRIOR, strict=True):  # stages change by the same factor
         assert math.isclose(stage["weights"][name], weights[name] / before)
+
+
+def test_a_run_that_was_validated_and_has_not_ended_is_no_evidence(blend: Path) -> None:
+    """It starts again, and its losses are those of the last step."""
+    [trial] = tried(blend, "--number", 1)["trials"]
+    run = Path(trial["command"][-1]).parent / "run"
+    run.mkdir()
+    early = {"step": 40, "source_loss": dict.fromkeys(NAMES, 9.0)}
+    (run / "evaluation.jsonl").write_text(json.dumps(early) + "\n")
+    assert tried(blend, "--number", 1)["trials"][0]["losses"] is None
+    [trial] = tried(blend, "--number", 1, "--run")["trials"]
+    assert list(trial["losses"].values()) == loss_of(PRIOR)
+    assert (run.parent / "starts").read_text() == "x"
 
 
 def test_a_real_run_is_evidence(blend: Path) -> None:
