@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 # Two test processes share two cores; oversubscription would only slow both.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else torch starts processes for it
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
@@ -35,9 +36,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 LONGEST = (  # tests, by their names
-    *("under_sanitizers", "compiled_layers", "estimate_is_what_deepspeeds", "lost_worker_restarts"),
-    *("hanging_rank_is_named", "lm_eval_scores", "deepspeed_launcher_trains", "passes_noise_by"),
-    *("mixing_that_was_decided", "steps_are_traced_when", "time_limit_ends", "cluster_that_loses"),
+    *("under_sanitizers", "compiled_layers", "autopilot_passes_noise", "lost_worker_restarts"),
+    *("hanging_rank_is_named", "killed_while_a_run_trains", "lm_eval_scores", "cluster_that_loses"),
+    *("mixing_decisions_are_replayed", "estimate_equals_memory", "notebook_trains_a_model"),
+    *("deepspeed_launcher_trains", "steps_are_traced_on_request", "time_limit_ends"),
 )
 
 

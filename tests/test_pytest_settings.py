@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import fnmatch
 import os
+import re
 import sys
 import warnings
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from patience import PATIENCE
@@ -40,6 +42,15 @@ def test_a_run_that_collects_too_few_tests_fails(tmp_path: Path, wanted: str, st
 def test_every_test_has_a_time_limit(request: pytest.FixtureRequest) -> None:
     limit = float(os.environ.get("PYTEST_TIMEOUT") or request.config.getini("timeout"))
     assert 0 < PATIENCE < limit <= 7200
+
+
+def test_names_of_the_longest_tests_exist(pytestconfig: pytest.Config) -> None:
+    """A test that was renamed would start late, and the other test processes would wait for it."""
+    plugin: Any = pytestconfig.pluginmanager.get_plugin(str(ROOT / "tests" / "conftest.py"))
+    text = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    assert plugin.LONGEST
+    missing = [name for name in plugin.LONGEST if not re.search(rf"def test_\w*{name}", text)]
+    assert not missing
 
 
 HANGING = """
