@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,7 +66,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def descendants() -> set[int]:
-    """Return all descendants of this process."""
+    """Return all descendants of this process, and those of its fork of a shared zygote."""
     parents = {}
     for process in Path("/proc").iterdir():  # glob would ask each whether it still exists
         if not process.name.isdigit():
@@ -75,7 +76,8 @@ def descendants() -> set[int]:
         except OSError:  # it has ended
             continue
         parents[int(process.name)] = int(stat.rpartition(")")[2].split()[1])
-    found, new = set(), {os.getpid()}
+    processes = sys.modules.get("training.processes")
+    found, new = set(), {os.getpid(), *getattr(processes, "SERVERS", ())}
     while new := {pid for pid, parent in parents.items() if parent in new}:
         found |= new
     return found
@@ -130,7 +132,7 @@ def free_port() -> int:
 
 @pytest.fixture(scope="session")
 def zygote() -> Zygote:
-    """Start the server that forks ranks with torch imported, once per test process."""
+    """Return a process that forks ranks with torch imported."""
     from training.processes import shared_zygote  # noqa: PLC0415  # the same
 
     return shared_zygote()
