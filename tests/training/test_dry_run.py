@@ -28,6 +28,7 @@ from megapack.training.config import ModelConfig, PretrainConfig
 from megapack.training.dry_run import dry_run
 from megapack.training.engine.directory import CheckpointManifest
 from megapack.training.engine.inputs import Inputs, check_run, run_record
+from megapack.training.model import opening
 from megapack.training.model.flops import ModelFlops
 from megapack.training.monitoring.monitor import StepWork
 from megapack.training.pretrain import planned_model
@@ -67,6 +68,24 @@ def test_busiest_rank_equals_that_of_drawn_samples(
     found = re.findall(r"predicted: (\S+) per step, (\S+) per micro step", plan)
     assert found == [(f"{per_step:.4f}", f"{per_micro_step:.4f}")]
     assert (per_micro_step > 1.0005) == (ranks > 1), "the case must have an imbalance"
+
+
+def test_one_check_of_positions_serves_all_data(
+    corpus: Corpus, blend: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It builds and runs tiny models, and a blend may have hundreds of held-out datasets."""
+    config = load_config(PretrainConfig, blend_config(blend, corpus, tmp_path / "run"))
+    run, checked = Inputs(config), []
+    original = opening.check_positions
+
+    def check(configuration: Any, *, longest: int, **how: Any) -> None:
+        checked.append(longest)
+        original(configuration, longest=longest, **how)
+
+    monkeypatch.setattr(opening, "check_positions", check)
+    check_run(config, run, 1)
+    assert len(run.held_out) == 2
+    assert checked == [max(data.longest_position() for data in (run.data, *run.held_out))]
 
 
 def test_flops_are_those_of_the_whole_run(corpus: Corpus, blend: Path, tmp_path: Path) -> None:
