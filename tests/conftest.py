@@ -41,6 +41,7 @@ LONGEST = (  # tests, by their names
     *("hanging_rank_is_named", "killed_while_a_run_trains", "lm_eval_scores", "cluster_that_loses"),
     *("mixing_decisions_are_replayed", "estimate_equals_memory", "notebook_trains_a_model"),
     *("deepspeed_launcher_trains", "steps_are_traced_on_request", "time_limit_ends"),
+    *("run_reports_the_result_of_each_mutant",),
 )
 
 
