@@ -678,7 +678,7 @@ mixture_removed: runs that gave a removed source no weight are ignored
 - if not any(weight for digest, weight in e.weights.items() if digest not in sources)
 + if all(digest in sources for digest in e.weights)
 
-megapack/cli/mixtures.py: tests/training/test_mixtures.py -k "end_with or waits"
+megapack/cli/mixtures.py: tests/training/test_mixtures.py -k "kill or waits"
 mixture_orphans: runs outlive a command that was killed
 - return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 + return None

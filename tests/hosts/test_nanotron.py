@@ -105,8 +105,9 @@ def configuration(layout: Layout, corpus: Corpus, saved: Path, resume: bool) -> 
         {"name": f"stage {i}", "start_training_step": 1 + i, "data": data}
         for i in range(layout.stages)
     ]
-    # One of its checks requires equal states on all ranks, although ZeRO shards them.
-    tree["general"]["ignore_sanity_checks"] = layout.zero > 0
+    # One of its checks requires equal states on all ranks, although ZeRO shards them. Another stops
+    # a run if ranks have equal micro batches: a step of the corpus' smallest bucket repeats rows.
+    tree["general"]["ignore_sanity_checks"] = layout.zero > 0 or layout.micro_batch == 1
     tree["model"]["dtype"] = layout.dtype
     tree["model"]["model_config"]["vocab_size"] = corpus.vocabulary + corpus.vocabulary % 2
     tree["optimizer"]["accumulate_grad_in_fp32"] = layout.dtype != "float32"

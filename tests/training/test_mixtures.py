@@ -255,7 +255,15 @@ def started_command(folder: Path, *options: object) -> subprocess.Popen[str]:
     """Start `megapack-build mixtures` in a new process group."""
     words = ["mixtures", folder / "run.yaml", folder / "tries", "--scale", "1/4", *options]
     command = [sys.executable, "-m", "megapack.cli.main", *map(str, words)]
-    return subprocess.Popen(command, stdout=-1, stderr=-1, text=True, start_new_session=True)
+    # A test run in the background of a shell ignores Ctrl-C, and so would its children.
+    return subprocess.Popen(
+        command,
+        stdout=-1,
+        stderr=-1,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
+    )
 
 
 def finish(process: subprocess.Popen[str]) -> Any:
