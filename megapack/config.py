@@ -194,6 +194,9 @@ class _Loader(_SafeLoader):  # type: ignore[misc]
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 
+_TOO_LARGE = f"aliases expand to more than {MAX_NODES:,} values"
+
+
 def _refuse(problem: str, mark: Any) -> NoReturn:
     raise yaml.constructor.ConstructorError(None, None, problem, mark)
 
@@ -201,14 +204,19 @@ def _refuse(problem: str, mark: Any) -> NoReturn:
 def _check_size(text: str) -> None:
     """Refuse values nested too deeply, and aliases that contain themselves or become too large."""
     sizes: dict[str, int | None] = {}  # anchor -> values after expansion; None: still open
-    unended: list[tuple[str | None, int]] = []  # anchor, values of each open collection
+    unended: list[list[Any]] = []  # anchor, values of each open collection
     for event in yaml.parse(text, Loader=_SafeLoader):
+        if type(event) is yaml.ScalarEvent and event.anchor is None and unended:  # most events
+            unended[-1][1] += 1
+            if unended[-1][1] <= MAX_NODES:
+                continue
+            _refuse(_TOO_LARGE, event.start_mark)
         if isinstance(event, yaml.CollectionStartEvent):
             if len(unended) >= MAX_DEPTH:
                 _refuse(f"values are nested more than {MAX_DEPTH} levels deep", event.start_mark)
             if event.anchor is not None:
                 sizes[event.anchor] = None
-            unended.append((event.anchor, 1))
+            unended.append([event.anchor, 1])
             continue
         if isinstance(event, yaml.CollectionEndEvent):
             anchor, size = unended.pop()
@@ -226,9 +234,8 @@ def _check_size(text: str) -> None:
         if unended:
             anchor, others = unended.pop()
             if others + size > MAX_NODES:
-                problem = f"aliases expand to more than {MAX_NODES:,} values"
-                _refuse(problem, event.start_mark)
-            unended.append((anchor, others + size))
+                _refuse(_TOO_LARGE, event.start_mark)
+            unended.append([anchor, others + size])
 
 
 def read_yaml(text: str) -> Any:
@@ -354,8 +361,6 @@ def check_range(
 
     Raises ConfigError: "section: name is VALUE; it must be ...".
     """
-    bounds = {"above": above, "at least": at_least, "below": below, "at most": at_most}
-    range_ = " and ".join(f"{word} {bound}" for word, bound in bounds.items() if bound is not None)
     for name, value in values.items():
         if value is None:
             continue
@@ -367,6 +372,9 @@ def check_range(
             or (below is not None and not value < below)
             or (at_most is not None and not value <= at_most)
         ):
+            bounds = {"above": above, "at least": at_least, "below": below, "at most": at_most}
+            limits = [f"{word} {bound}" for word, bound in bounds.items() if bound is not None]
+            range_ = " and ".join(limits)
             raise ConfigError(f"{section}: {name} is {value}; it must be {range_}")
 
 

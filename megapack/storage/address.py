@@ -31,6 +31,8 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
     text = os.fspath(path)
     if "\0" in text:
         check_name(text)
+    if ":/" not in text:  # most paths
+        return False
     match = _SCHEME.match(text)
     if match is None:
         if _ONE_SLASH.match(text):
