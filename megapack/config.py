@@ -194,9 +194,6 @@ class _Loader(_SafeLoader):  # type: ignore[misc]
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 
-_TOO_LARGE = f"aliases expand to more than {MAX_NODES:,} values"
-
-
 def _refuse(problem: str, mark: Any) -> NoReturn:
     raise yaml.constructor.ConstructorError(None, None, problem, mark)
 
@@ -204,19 +201,14 @@ def _refuse(problem: str, mark: Any) -> NoReturn:
 def _check_size(text: str) -> None:
     """Refuse values nested too deeply, and aliases that contain themselves or become too large."""
     sizes: dict[str, int | None] = {}  # anchor -> values after expansion; None: still open
-    unended: list[list[Any]] = []  # anchor, values of each open collection
+    unended: list[tuple[str | None, int]] = []  # anchor, values of each open collection
     for event in yaml.parse(text, Loader=_SafeLoader):
-        if type(event) is yaml.ScalarEvent and event.anchor is None and unended:  # most events
-            unended[-1][1] += 1
-            if unended[-1][1] <= MAX_NODES:
-                continue
-            _refuse(_TOO_LARGE, event.start_mark)
         if isinstance(event, yaml.CollectionStartEvent):
             if len(unended) >= MAX_DEPTH:
                 _refuse(f"values are nested more than {MAX_DEPTH} levels deep", event.start_mark)
             if event.anchor is not None:
                 sizes[event.anchor] = None
-            unended.append([event.anchor, 1])
+            unended.append((event.anchor, 1))
             continue
         if isinstance(event, yaml.CollectionEndEvent):
             anchor, size = unended.pop()
@@ -234,8 +226,9 @@ def _check_size(text: str) -> None:
         if unended:
             anchor, others = unended.pop()
             if others + size > MAX_NODES:
-                _refuse(_TOO_LARGE, event.start_mark)
-            unended.append([anchor, others + size])
+                problem = f"aliases expand to more than {MAX_NODES:,} values"
+                _refuse(problem, event.start_mark)
+            unended.append((anchor, others + size))
 
 
 def read_yaml(text: str) -> Any:

@@ -443,8 +443,9 @@ def check_converted(prefix: str, columns: Container[str]) -> None:
         old = f"{prefix}.{name}"
         if not is_remote(prefix) and file_exists(name_of(prefix, f".{name}.col")):
             raise FormatError(
-                f"{column_path(prefix, name)} exists, but the meta file does not list column {name}: restore the meta "
-                "file from a copy, write the column again, or delete this file"
+                f"{column_path(prefix, name)} exists, but the meta file does not list column "
+                f"{name}: restore the meta file from a copy, write the column again, or delete "
+                "this file"
             )
         if IndexedDataset.exists(old):
             first = "download both datasets and, where they are, " if is_remote(prefix) else ""
