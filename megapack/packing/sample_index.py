@@ -518,8 +518,8 @@ class SampleIndex(WithRoom):
             lengths_fingerprint=header["lengths_fingerprint"],
             num_with_fim_room=metrics.get("num_documents_with_fim_room"),
         )
-        values = {name: header[name] for name in _LOADED}
-        index = cls(**values, **arrays, documents=documents, path=Path(path))
+        values: dict[str, Any] = {name: header[name] for name in _LOADED} | arrays
+        index = cls(**values, documents=documents, path=Path(path))
         vars(index).update(_metrics=metrics, _checksums=header["checksums"])  # fill the caches
         if verify:
             index.verify()
