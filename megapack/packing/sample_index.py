@@ -507,7 +507,8 @@ class SampleIndex(WithRoom):
         """
         if is_remote(path):
             path = fetch_file(os.fspath(path), lambda copy: cls.load(copy, verify=True))
-        header, arrays = samples_format.read(Path(path))
+        path = Path(path)
+        header, arrays = samples_format.read(path)
         metrics = header["metrics"]
         documents = DocumentTotals(
             num_documents=header["num_documents"],
@@ -519,7 +520,7 @@ class SampleIndex(WithRoom):
             num_with_fim_room=metrics.get("num_documents_with_fim_room"),
         )
         values: dict[str, Any] = {name: header[name] for name in _LOADED} | arrays
-        index = cls(**values, documents=documents, path=Path(path))
+        index = cls(**values, documents=documents, path=path)
         vars(index).update(_metrics=metrics, _checksums=header["checksums"])  # fill the caches
         if verify:
             index.verify()

@@ -18,7 +18,6 @@ import errno
 import io
 import operator
 import os
-import re
 import struct
 import time
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from megapack import _core
 from megapack.errors import ConfigError, FormatError, MegapackError
-from megapack.storage.address import is_remote
+from megapack.storage.address import is_normal, is_remote
 from megapack.storage.files import Identity, file_exists, file_identity, is_at, open_regular
 
 # ---- Memory-mapped files: the system reads a page when it is touched; all processes share it -----
@@ -149,8 +148,6 @@ _SPREAD_BLOCKS = 16  # blocks in the fingerprint that are spread evenly over the
 _LENGTH = struct.Struct("<i")
 _POINTER = struct.Struct("<q")
 
-_UNUSUAL = re.compile(r"//|(^|/)\.(/|$)|/$|^$")  # pathlib would write the path differently
-
 GROUPS = ".groups"  # ending of a companion dataset: a group per document
 # Also those of datasets that earlier versions wrote: label and loss weight per token.
 COMPANIONS = (GROUPS, ".labels", ".weights")
@@ -167,7 +164,7 @@ def path_of(prefix: str | os.PathLike[str], suffix: str) -> Path:
 def name_of(prefix: str | os.PathLike[str], suffix: str) -> str:
     """Return ``str(path_of(prefix, suffix))``, usually in a tenth of the time."""
     text = os.fspath(prefix) + suffix
-    if _UNUSUAL.search(text) or is_remote(prefix):
+    if is_remote(prefix) or not is_normal(text):
         return str(path_of(prefix, suffix))
     return text
 
