@@ -339,8 +339,8 @@ class Exchange {
         const auto near = end - first > kSteps ? first + kSteps : end;
         while (first != near && (*first).*number < least) ++first;
         if (first == near && near != end)
-            first = std::partition_point(
-                first, end, [&](const Offer& offer) { return offer.*number < least; });
+            first = std::partition_point(first, end,
+                                         [&](const Offer& offer) { return offer.*number < least; });
     }
 
     struct Range {
