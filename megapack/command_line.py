@@ -8,6 +8,8 @@
     $ megapack-build pack corpus --bukets 1024
     megapack-build pack: error: unknown option --bukets; did you mean '--buckets'? (--help ...)
 
+If an option is missing, the error quotes the first example of the command's description.
+
 ``--help`` prints the description of a parser verbatim, with its line breaks.
 """
 
@@ -15,8 +17,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import re
 import sys
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any, NoReturn
 
 from megapack import __version__
@@ -56,6 +60,11 @@ class Parser(argparse.ArgumentParser):
         return super().parse_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:
+        if re.match(r"the following arguments are required|one of .* is required", message):
+            lines = re.sub(r"\\\n\s*", "", self.description or "").splitlines()
+            examples = (line.partition("  #")[0].strip() for line in lines)
+            ours = (line for line in examples if line.startswith(f"{self.prog} "))
+            message += "".join(f"; for example: {line}" for line in islice(ours, 1))
         text = printable(redacted(message))
         self.exit(2, f"{self.prog}: error: {text} (--help shows the options)\n")
 

@@ -354,8 +354,6 @@ def check_range(
 
     Raises ConfigError: "section: name is VALUE; it must be ...".
     """
-    bounds = {"above": above, "at least": at_least, "below": below, "at most": at_most}
-    range_ = " and ".join(f"{word} {bound}" for word, bound in bounds.items() if bound is not None)
     for name, value in values.items():
         if value is None:
             continue
@@ -367,6 +365,9 @@ def check_range(
             or (below is not None and not value < below)
             or (at_most is not None and not value <= at_most)
         ):
+            bounds = {"above": above, "at least": at_least, "below": below, "at most": at_most}
+            limits = [f"{word} {bound}" for word, bound in bounds.items() if bound is not None]
+            range_ = " and ".join(limits)
             raise ConfigError(f"{section}: {name} is {value}; it must be {range_}")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 # Two test processes share two cores; oversubscription would only slow both.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else torch starts processes for it
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
@@ -35,9 +37,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 LONGEST = (  # tests, by their names
-    *("under_sanitizers", "compiled_layers", "estimate_is_what_deepspeeds", "lost_worker_restarts"),
-    *("hanging_rank_is_named", "lm_eval_scores", "deepspeed_launcher_trains", "passes_noise_by"),
-    *("mixing_that_was_decided", "steps_are_traced_when", "time_limit_ends", "cluster_that_loses"),
+    *("under_sanitizers", "compiled_layers", "autopilot_passes_noise", "lost_worker_restarts"),
+    *("hanging_rank_is_named", "killed_while_a_run_trains", "lm_eval_scores", "cluster_that_loses"),
+    *("mixing_decisions_are_replayed", "estimate_equals_memory", "notebook_trains_a_model"),
+    *("deepspeed_launcher_trains", "steps_are_traced_on_request", "time_limit_ends"),
+    *("run_reports_the_result_of_each_mutant",),
 )
 
 
@@ -63,7 +67,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def descendants() -> set[int]:
-    """Return all descendants of this process."""
+    """Return all descendants of this process, and those of its fork of a shared zygote."""
     parents = {}
     for process in Path("/proc").iterdir():  # glob would ask each whether it still exists
         if not process.name.isdigit():
@@ -73,7 +77,8 @@ def descendants() -> set[int]:
         except OSError:  # it has ended
             continue
         parents[int(process.name)] = int(stat.rpartition(")")[2].split()[1])
-    found, new = set(), {os.getpid()}
+    processes = sys.modules.get("training.processes")
+    found, new = set(), {os.getpid(), *getattr(processes, "SERVERS", ())}
     while new := {pid for pid, parent in parents.items() if parent in new}:
         found |= new
     return found
@@ -128,7 +133,7 @@ def free_port() -> int:
 
 @pytest.fixture(scope="session")
 def zygote() -> Zygote:
-    """Start the server that forks ranks with torch imported, once per test process."""
+    """Return a process that forks ranks with torch imported."""
     from training.processes import shared_zygote  # noqa: PLC0415  # the same
 
     return shared_zygote()

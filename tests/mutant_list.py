@@ -648,4 +648,78 @@ megapack/training/proxy.py: tests/training/test_proxy.py
 proxy_rounding: stages of a proxy begin early
 - return math.floor(step * self.share / self.per_step + Fraction(1, 2))
 + return math.floor(step * self.share / self.per_step)
+
+csrc/core/packing/bucket_second.cpp: tests/packing/test_second.py
+second_bucket: a document is put into a bucket whose second capacity it exceeds
+- while (rules_.capacity(b).tokens < first.tokens || rules_.capacity(b).second < first.second)
++ while (rules_.capacity(b).tokens < first.tokens)
+second_ratio: samples take the documents that lead away from the ratio of the pool
+- used.second * tokens < used.tokens * second;
++ used.second * tokens > used.tokens * second;
+
+megapack/packing/second.py: tests/packing/test_second.py
+second_wide: second sizes of 2 GiB and more wrap
+- narrow = sizes.max(initial=0) <= np.iinfo(np.int32).max
++ narrow = True
+
+megapack/data/arrange.py: tests/packing/test_second.py -k arranged
+second_arranged: samples of the second bucket get the second sizes of samples of the first
+- numbers = ids - first[run] + first_in_shard[run]
++ numbers = ids - first[run]
+
+megapack/training/mixtures.py: tests/training/test_mixtures.py -k "survives or renamed or not_ended"
+mixture_unfinished: the losses of a run that was killed are evidence
+- if line["step"] == record.num_steps]
++ if line["step"] <= record.num_steps]
+mixture_settings: runs of another model or scale are evidence
+- if settings not in (None, record.settings) or not log.exists():
++ if not log.exists():
+mixture_removed: runs that gave a removed source no weight are ignored
+- if not any(weight for digest, weight in e.weights.items() if digest not in sources)
++ if all(digest in sources for digest in e.weights)
+
+megapack/cli/mixtures.py: tests/training/test_mixtures.py -k "kill or waits"
+mixture_orphans: runs outlive a command that was killed
+- return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
++ return None
+mixture_waits: a run that another command finished is trained again
+- if measured(folder) is None:
++ if not folder.is_file():
+
+megapack/cli/audit.py: tests/training/test_audit.py -k "exclusions or without_a_line or statement"
+audit_labels: exclusions and loss masks that were changed afterwards pass
+- if (content.checksum, content.num_label_tokens) != logged[step]:
++ if content.checksum != logged[step][0]:
+audit_lines: a log that was written again without a step passes
+- missing = sorted(set(range(num_steps)) - logged.keys())
++ missing: list[int] = []
+audit_tokens: the signed statement does not cover the tokens
+- suffixes = (".idx", ".bin", ".col") if tokens else (".idx",)
++ suffixes = (".idx",)
+audit_envelope: no other program can verify the signature
+- return b"DSSEv1 %d %b %d %b" % (len(_PAYLOAD), _PAYLOAD.encode(), len(payload), payload)
++ return payload
+
+megapack/training/engine/directory.py: tests/training/test_audit.py -k "is_named or resumed"
+audit_chain: a line of a log may be removed or moved
+- hashlib.sha256(chain.encode() + body)
++ hashlib.sha256(body)
+audit_removed: checkpoints that the run itself removed count as lost
+-                 parts["files"].pop(name, None)
++                 pass
+
+megapack/training/start.py: tests/training/test_dry_run.py -k did_not_make
+tokenizer_of_pair: the tokenizer that made the data counts as another one if it is two files
+- for names in (["tokenizer.json"], ["vocab.json", "merges.txt"]):
++ for names in (["tokenizer.json"], ["vocab.json"], ["merges.txt"]):
+
+megapack/tokenization/corpus/readers.py: tests/tokenization/corpus/test_readers.py
+end_of_text: a text file ends after its first block
+- if not file.compression and len(part) < num_bytes:
++ if not file.compression and len(part) <= num_bytes:
+
+megapack/tokenization/pipeline/workspace.py: tests/tokenization/pipeline/test_run.py
+digests_of_inputs: a build whose files were only touched starts again
+- parts = [inputs[i : i + num_files] for
++ parts = [inputs[i : i + 1] for
 """

@@ -195,6 +195,7 @@ def test_names_of_other_programs_get_ours(tmp_path: Path) -> None:
         (Schedule, (index, 16), {}, "config is 16; .*as in tokens_per_step="),
         (Schedule, (index,), {"batch_size": 16}, "'batch_size'; .*tokens_per_step"),
         (build_loader, (dataset, index), {"rank": 0}, "'rank'; did you mean 'data_parallel_rank'"),
+        (build_loader, (dataset, index), {"dp_rank": 0}, "'dp_rank'; .*'data_parallel_rank'"),
         (build_loader, (dataset, index), {"batch_size": 4}, "'batch_size'; .*micro_batch_tokens"),
         (
             PackedDataset,

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import fnmatch
 import os
+import re
+import signal
 import sys
 import warnings
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from patience import PATIENCE
+from peers import peer
 from programs import ended
 
 ROOT = Path(__file__).parents[1]
@@ -42,6 +46,15 @@ def test_every_test_has_a_time_limit(request: pytest.FixtureRequest) -> None:
     assert 0 < PATIENCE < limit <= 7200
 
 
+def test_names_of_the_longest_tests_exist(pytestconfig: pytest.Config) -> None:
+    """A test that was renamed would start late, and the other test processes would wait for it."""
+    plugin: Any = pytestconfig.pluginmanager.get_plugin(str(ROOT / "tests" / "conftest.py"))
+    text = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    assert plugin.LONGEST
+    missing = [name for name in plugin.LONGEST if not re.search(rf"def test_\w*{name}", text)]
+    assert not missing
+
+
 HANGING = """
 import ctypes, pathlib, subprocess
 
@@ -69,6 +82,29 @@ def test_a_time_limit_ends_a_test_and_its_processes(tmp_path: Path) -> None:
     assert not Path("/proc", (tmp_path / "pid").read_text(), "exe").exists()
     assert "PASSED test_hanging.py::test_after_it" in said
     assert "in test_that_never_lets_go_of_the_interpreter" in done.stderr
+
+
+def test_test_processes_share_the_imports_of_ranks(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Each has its own fork of the zygote; a time limit ends the ranks of its own fork."""
+    peer("torch")
+    from training.processes import SharedZygote  # noqa: PLC0415  # data-only tests have no torch
+
+    zygote = request.getfixturevalue("zygote")
+    if not isinstance(zygote, SharedZygote):
+        pytest.skip("needs pytest-xdist")
+    plugin: Any = request.config.pluginmanager.get_plugin(str(ROOT / "tests" / "conftest.py"))
+    other = SharedZygote(zygote._address)
+    assert not other._started, "it imports nothing again"
+    (tmp_path / "sleep.py").write_text("import time; time.sleep(600)")
+    ranks = other.start([str(tmp_path / "sleep.py")], 1, tmp_path / "log")
+    assert set(ranks.pids) <= plugin.descendants()
+    ranks.signal(signal.SIGKILL)
+    assert ranks.wait() == [-signal.SIGKILL]
+    other.close()
+    (tmp_path / "end.py").write_text("raise SystemExit(3)")
+    assert zygote.start([str(tmp_path / "end.py")], 1, tmp_path / "log").wait() == [3]
 
 
 def test_every_file_of_tests_is_collected(pytestconfig: pytest.Config) -> None:

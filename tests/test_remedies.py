@@ -30,7 +30,7 @@ from megapack import (
     pack,
 )
 from megapack.data import ScheduleConfig
-from megapack.data.run import DataConfig
+from megapack.data.run import DataConfig, OpenRun
 from megapack.errors import ArgumentError, ConfigError, IndexMismatchError
 from megapack.packing import STRATEGIES, find_strategy
 from megapack.training.command import read_config
@@ -237,6 +237,28 @@ def test_sizes_on_the_command_line(key: str, value: int) -> None:
     except ConfigError as error:
         assert str(error).startswith(f"--set {override}: ") and ".yaml" not in str(error)
         assert applied(read) >= 1
+
+
+@pytest.mark.parametrize("kind", ["samples", "blend"])
+@pytest.mark.parametrize("tokens", [100, 1000, 3000, 5000, 12288])
+def test_micro_batches_fit_the_samples_at_once(
+    tokens: int, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first remedy fits the buckets, too: 1024 divides the step, and 4,096 does not fit it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("a few words\n" * 9000)
+    printed("tokenize", "--input", "text.txt", "--tokenizer", "bytes", "--output-prefix", "mine")
+    printed("pack", "mine", "--buckets", "512,4096")
+    data = ["data.prefix=mine", "data.index=mine.samples"]
+    if kind == "blend":
+        (tmp_path / "all.yaml").write_text("sources: [{prefix: mine, index: mine.samples}]")
+        data = ["data.prefix=null", "data.index=null", "data.blend=all.yaml"]
+    data += ["data.valid_prefix=null", "evaluation.every=null"]
+    with pytest.raises(ConfigError) as error:
+        read_config("demo_cpu", [*data, f"data.micro_batch_tokens={tokens}"])
+    (size,) = re.findall(r"set micro_batch_tokens to (\d+)", str(error.value))
+    config = read_config("demo_cpu", [*data, f"data.micro_batch_tokens={size}"])
+    OpenRun(config).sampler(rank=0, num_ranks=1)
 
 
 def test_data_next_to_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,7 @@ inline Integers integers(const py::object& object, const char* name) {
     const auto [array, checks] = array_view(object, name);
     const py::dtype dtype = array.dtype();
     const bool is_integer = dtype.kind() == 'i' && (dtype.itemsize() == 4 || dtype.itemsize() == 8);
-    check(is_integer && dtype.byteorder() != '>', name, " has dtype ", std::string(py::str(dtype)),
+    check(is_integer && dtype.byteorder() != '>', name, " has dtype ", NameOf{dtype},
           "; it must be int32 or int64");
     check(array.ndim() == 1 && (array.size() < 2 || array.strides(0) == dtype.itemsize()) &&
               is_aligned(array),

@@ -9,6 +9,7 @@
 #include <pybind11/typing.h>
 
 #include <memory>
+#include <ostream>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -27,6 +28,15 @@ using Array = py::array_t<T, py::array::c_style | py::detail::npy_api::NPY_ARRAY
 
 inline bool is_aligned(const py::array& array) {
     return (array.flags() & py::detail::npy_api::NPY_ARRAY_ALIGNED_) != 0;
+}
+
+// A dtype in a message. Its name takes microseconds, so only a message asks for it.
+struct NameOf {
+    const py::dtype& dtype;
+};
+
+inline std::ostream& operator<<(std::ostream& out, const NameOf& name) {
+    return out << std::string(py::str(name.dtype));
 }
 
 // An output: the memory of the caller, never a copy.

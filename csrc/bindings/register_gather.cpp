@@ -25,7 +25,7 @@ TokenType token_type(const py::dtype& dtype) {
         {"u2", TokenType::kUint16}, {"i4", TokenType::kInt32}, {"i8", TokenType::kInt64}};
     check(dtype.byteorder() != '>', "tokens are big-endian; .bin files are little-endian");
     const auto type = types.find(dtype.kind() + std::to_string(dtype.itemsize()));
-    check(type != types.end(), "tokens have dtype ", std::string(py::str(dtype)),
+    check(type != types.end(), "tokens have dtype ", NameOf{dtype},
           "; a gather reads 8 to 64 bit integers");
     return type->second;
 }

@@ -30,7 +30,7 @@ auto with_lengths(const py::array& array, F f) {
     const char kind = dtype.kind();
     const bool known = (kind == 'i' && (dtype.itemsize() == 4 || dtype.itemsize() == 8)) ||
                        (kind == 'u' && dtype.itemsize() == 8);
-    check(known && dtype.byteorder() != '>', "lengths has dtype ", std::string(py::str(dtype)),
+    check(known && dtype.byteorder() != '>', "lengths has dtype ", NameOf{dtype},
           "; it must be int32, int64 or uint64");
     const auto as = [&](auto zero) {
         using T = decltype(zero);

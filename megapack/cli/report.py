@@ -101,13 +101,13 @@ def _num_done(facts: RunFacts) -> int:
 
 
 def _facts(facts: RunFacts) -> str:
-    items = [(short(facts.log.column("tokens_seen")[-1]), "tokens seen")]
+    items = [("", short(facts.log.column("tokens_seen")[-1]), "tokens seen")]
     if facts.starts:
         last = facts.starts[-1]
-        items.insert(0, (short(last["parameters"]), "parameters"))
-        items += [(counted(last["world_size"], "rank"), f"on {last['device']}")]
-        items += [(_date(facts.starts[0]["time"]), "UTC started")]
-    return " ".join(f"<b>{escape(value)}</b> {escape(text)}" for value, text in items)
+        items.insert(0, ("", short(last["parameters"]), "parameters"))
+        items += [("", counted(last["world_size"], "rank"), f"on {last['device']}")]
+        items += [("started ", _date(facts.starts[0]["time"]), "UTC")]
+    return ", ".join(f"{word}<b>{escape(value)}</b> {escape(text)}" for word, value, text in items)
 
 
 def _date(seconds: float) -> str:

@@ -10,6 +10,7 @@ The text of the page is in templates/comparison.html.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
@@ -47,6 +48,7 @@ def document(title: str, body: str, *styles: str) -> str:
         for theme in (0, 1)
     )
     style = "".join((TEMPLATES / name).read_text(encoding="utf-8") for name in styles)
+    body = re.sub(r"(?<=\d) %", "&#160;%", body)  # no line break between a number and its unit
     return template("page.html").substitute(
         title=title, body=body, style=style, light=light, dark=dark
     )

@@ -430,8 +430,16 @@ def wrapper(framework: Framework) -> Callable[[NDArray[Any]], Any]:
     """Return the function that turns numpy's arrays into those of a batch, without a copy."""
     if framework == "numpy":
         return lambda array: array
-    from torch import from_numpy  # noqa: PLC0415 (other frameworks do without torch)
-
+    try:
+        from torch import from_numpy  # noqa: PLC0415 (other frameworks do without torch)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ModuleNotFoundError(
+            "a batch consists of tensors, and torch is not installed: install the torch build "
+            "that you want (pip install torch), or give PackedDataset framework='numpy'",
+            name="torch",
+        ) from None
     return from_numpy
 
 

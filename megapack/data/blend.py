@@ -124,7 +124,8 @@ class Source:
         resolved: dict[str, Any] = {
             n: path_in(folder, p) for n, p in paths.items() if p is not None
         }
-        return replace(self, **resolved)
+        changed = {n: path for n, path in resolved.items() if path != paths[n]}
+        return replace(self, **changed) if changed else self
 
     @property
     def title(self) -> str:

@@ -181,8 +181,7 @@ class BucketStream:
             if first <= cursor < last:
                 position = self._position(i, cursor)
                 if self._windows:  # the window may have moved the sample
-                    moved = self._in_window(i, position // size).positions(epoch, local)
-                    position = self._position(i, epoch * order.size + int(moved[0]))
+                    position = self._moved_position(i, position // size, cursor)
                 result += [position] if position < end else []
         return result
 
@@ -288,6 +287,29 @@ class BucketStream:
         by_cost = _sort_in_groups(self._windows.cost(window.samples), group)
         moved[by_rank] = window.samples[by_cost]
         return window._replace(samples=moved)
+
+    def _moved_position(self, i: int, number: int, cursor: int) -> int:
+        """Return the position to which a window moves the sample that source ``i`` would take at a
+        cursor: counts cheaper samples instead of sorting the window."""
+        assert self._windows is not None
+        num_draws = self._windows.num_draws
+        window = self._range(number * self._windows.size, (number + 1) * self._windows.size, i)
+        begin, size = int(window.begins[0]), int(self.sizes[i])
+        epoch = cursor // size
+        part = slice(max(epoch * size - begin, 0), (epoch + 1) * size - begin)
+        costs, positions = self._windows.cost(window.samples[part]), window.positions[part]
+        at = cursor - begin - part.start
+        cheaper = costs < costs[at]
+        cheaper[:at] |= costs[:at] == costs[at]
+        place = int(np.count_nonzero(cheaper))
+        # Find the place in the order of the draws' ranks; samples of a draw keep their order.
+        ranks = _core.permute_range(fold_key(self._windows.key, number), num_draws, 0, num_draws)
+        ranks = ranks[positions // self._windows.samples_per_draw]
+        ends = np.bincount(ranks, minlength=num_draws).cumsum()
+        rank = int(ends.searchsorted(place, "right"))
+        of_rank = np.flatnonzero(ranks == rank)
+        moved = int(of_rank[place - int(ends[rank])])  # counts from the end
+        return number * self._windows.size + int(positions[moved])
 
     def _in_window(self, i: int, number: int) -> Epochs:
         """Return the order of source ``i`` with the moves of a window."""

@@ -188,12 +188,14 @@ def read_indices(dataset: PackedDataset) -> Iterator[None]:
 log = logging.getLogger(__name__)
 
 
-# Arguments of torch's DataLoader and DistributedSampler.
+# Arguments of torch's DataLoader and DistributedSampler, and of torchtitan's loader.
 _INSTEAD = {
     "batch_size": "the size of a batch is micro_batch_tokens: give that",
     "rank": "did you mean 'data_parallel_rank'?",
     "world_size": "did you mean 'data_parallel_size'?",
     "num_replicas": "did you mean 'data_parallel_size'?",
+    "dp_rank": "did you mean 'data_parallel_rank'?",
+    "dp_world_size": "did you mean 'data_parallel_size'?",
     "drop_last": "no sample is dropped: leave it out",
     "num_workers": "one thread prepares `prefetch` batches in advance: leave it out",
     "shuffle": "order and seed belong to Schedule, which shuffles by default: leave it out",

@@ -16,6 +16,7 @@ This file imports torch only when data are opened.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Sequence
@@ -37,7 +38,7 @@ from megapack.data.steps import (
     check_micro_batches,
 )
 from megapack.errors import ConfigError
-from megapack.packing.sharded import SourceIndex, is_shard_manifest
+from megapack.packing.sharded import SourceIndex, is_shard_manifest, load_index
 from megapack.records import read_record
 from megapack.storage import IndexedDataset
 from megapack.storage.address import is_remote
@@ -137,12 +138,18 @@ class DataConfig(StepConfig):
                 IndexFile(path_of(prefix_of(prefix), ".idx"))
 
     def check_ranks(self, num_ranks: int, sequence_parallel_size: int = 1) -> None:
-        """Raise ConfigError, which names sizes that fit, if the ranks cannot share a step;
-        ``sampler`` checks later stages."""
+        """Raise ConfigError, which names sizes that fit, if the ranks cannot share a step. If the
+        samples are on this machine, the sizes fit them, too; ``sampler`` checks later stages."""
         check_group(sequence_parallel_size, num_ranks)
+        if self.micro_batch_problem(num_ranks, self.micro_batch_tokens, self.pad_last) is None:
+            return
+        samples: dict[int, int] = {}
+        if capacities := self._local_capacities():
+            samples = dict(zip(capacities, self.samples_per_draw(capacities), strict=True))
 
         def problem(num_ranks: int, tokens: int, pad_last: bool) -> str | None:
             text = self.micro_batch_problem(num_ranks, tokens, pad_last)
+            text = text or self.whole_samples_problem(samples, tokens, sequence_parallel_size)
             return text and f"data: {text}"
 
         check_micro_batches(
@@ -153,6 +160,18 @@ class DataConfig(StepConfig):
             tokens=self.micro_batch_tokens,
             pad_last=self.pad_last,
         )
+
+    def _local_capacities(self) -> list[int]:
+        """Return the bucket capacities of all samples that can be read here, ascending."""
+        capacities: set[int] = set()
+        with contextlib.suppress(OSError, ValueError):  # opening the run reports what is wrong
+            names = [self.index]
+            if self.blend and not is_remote(self.blend):
+                names = [source.index for source in load_blend(self.blend).sources]
+            for name in names:
+                if name is not None and not is_remote(name):
+                    capacities.update(load_index(name).bucket_capacity.tolist())
+        return sorted(capacities)
 
     def schedule(self, seed: int) -> ScheduleConfig:
         """Return the settings that decide the content of steps."""

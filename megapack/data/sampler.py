@@ -41,7 +41,7 @@ from megapack.config import check_range
 from megapack.data.batch import Imbalance, MicroBatch
 from megapack.data.report import check_epochs
 from megapack.data.resume import refuse_damage
-from megapack.data.schedule import Draw, Schedule, StageDraws, Step
+from megapack.data.schedule import Draw, Schedule, Step
 from megapack.data.sources import SampleSource
 from megapack.data.steps import check_group, check_micro_batches, ranks_per_micro_batch
 from megapack.errors import ConfigError, ResumeError
@@ -238,25 +238,12 @@ class BucketBatchSampler(Iterable[MicroBatch]):
     def _problem(self, num_ranks: int, tokens: int, pad_last: bool) -> str | None:
         """Return why ranks cannot share the draws of a stage, or None."""
         for stage in self.schedule.stages:
+            capacities = [stream.capacity for stream in stage.buckets]
+            samples = dict(zip(capacities, stage.samples_per_draw, strict=True))
+            size = self.sequence_parallel_size
             problem = stage.config.micro_batch_problem(num_ranks, tokens, pad_last)
-            if problem or (problem := self._unfit(stage, tokens)):
+            if problem or (problem := stage.config.whole_samples_problem(samples, tokens, size)):
                 return f"{stage}{problem}"
-        return None
-
-    def _unfit(self, stage: StageDraws, tokens: int) -> str | None:
-        """Return which samples a micro batch of ``tokens`` cannot hold, or None."""
-        count = stage.config.draw_tokens // tokens
-        row = stage.config.row_tokens
-        for stream, samples in zip(stage.buckets, stage.samples_per_draw, strict=True):
-            shared = ranks_per_micro_batch(stream.capacity, tokens, self.sequence_parallel_size)
-            whole = tokens * shared
-            fits = count % shared == 0 and samples % (count // shared) == 0
-            if not fits or (row is not None and whole % row):
-                group = f" of {shared} ranks" if shared > 1 else ""
-                return (
-                    f"a micro batch of {whole} tokens{group} cannot hold whole samples of "
-                    f"{stream.capacity}"
-                )
         return None
 
     def ranks_per_micro_batch(self, capacity: int) -> int:

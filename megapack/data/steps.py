@@ -27,7 +27,7 @@ tokens, 2 of 32 and draws of 64 tokens (4 and 2 samples), one cycle per epoch:
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import islice
@@ -243,6 +243,28 @@ class StepConfig:
                 f"{num_ranks} ranks do not divide the {count} micro batches of {tokens} tokens in "
                 f"{name} {self.draw_tokens}"
             )
+        return None
+
+    def whole_samples_problem(
+        self, samples_per_draw: Mapping[int, int], tokens: int, sequence_parallel_size: int
+    ) -> str | None:
+        """Return which samples a micro batch of ``tokens`` cannot hold, or None.
+
+        Args:
+            samples_per_draw: capacity of each bucket -> samples in a draw of it.
+            tokens: a divisor of ``draw_tokens``.
+        """
+        count = self.draw_tokens // tokens
+        for capacity, samples in samples_per_draw.items():
+            shared = ranks_per_micro_batch(capacity, tokens, sequence_parallel_size)
+            whole = tokens * shared
+            fits = count % shared == 0 and samples % (count // shared) == 0
+            if not fits or (self.row_tokens is not None and whole % self.row_tokens):
+                group = f" of {shared} ranks" if shared > 1 else ""
+                return (
+                    f"a micro batch of {whole} tokens{group} cannot hold whole samples of "
+                    f"{capacity}"
+                )
         return None
 
 

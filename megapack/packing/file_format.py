@@ -20,11 +20,13 @@ another array is compared with its checksum when it is first read
 
 from __future__ import annotations
 
+import io
 import json
 import math
-import os
 import struct
 from collections.abc import Callable, Mapping
+from itertools import pairwise
+from operator import ge, gt
 from pathlib import Path
 from typing import IO, Any
 
@@ -37,7 +39,7 @@ from megapack.errors import FormatError
 from megapack.packing.groups import GROUP_COUNTS
 from megapack.packing.metrics import COUNTS, LISTS, RATIOS
 from megapack.records import parse_json
-from megapack.storage.files import atomic_write
+from megapack.storage.files import atomic_write, file_identity, open_regular
 from megapack.storage.index_file import CheckedArray, map_file
 
 # ---- Checks of the header ------------------------------------------------------------------------
@@ -124,14 +126,14 @@ _MORE_METRICS: dict[str, dict[str, Check]] = {
 
 def find_fault(header: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> str | None:
     """Return the fault of a header (types, or counts that disagree with the arrays), or None."""
-    checks = dict(METRICS)
+    checks = METRICS
     for name, more in _MORE_METRICS.items():
-        checks |= more if name in arrays else {}
+        checks = checks | more if name in arrays else checks
     wrong = find_wrong(header, HEADER) or find_wrong(header["metrics"], checks)
     if wrong is not None:
         return f"its header {wrong}"
     metrics = header["metrics"]
-    samples = np.diff(arrays["bucket_sample_offsets"]).tolist()
+    samples = [end - begin for begin, end in pairwise(arrays["bucket_sample_offsets"].tolist())]
     num_buckets = len(samples)
     if "segment_second" in arrays:
         capacities = header["parameters"].get("second_capacity", [])
@@ -225,16 +227,20 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
     """Return the header and the arrays: small ones checked, large ones as ``CheckedArray``. Raises
     FormatError if it is not a ``.samples`` file, damaged, or of another version, and OSError if it
     cannot be read."""
-    if path.exists() and not path.is_file():
-        raise FormatError(f"{path} is not a regular file, so it is not a .samples file")
+    name = str(path)
     try:
-        opened = path.open("rb")
+        opened = open_regular(name)
     except FileNotFoundError as error:
         error.strerror = f"{error.strerror} (megapack-build pack writes .samples files)"
         raise
-    with opened as file:
-        size = os.fstat(file.fileno()).st_size
-        header = _read_header(path, file, size)
+    except (FormatError, OSError):  # opening a socket is an OSError
+        if path.exists() and not path.is_file():
+            message = f"{path} is not a regular file, so it is not a .samples file"
+            raise FormatError(message) from None
+        raise
+    with io.BufferedReader(opened) as file:
+        size = file_identity(opened).num_bytes
+        header = _read_header(name, file, size)
         # Map the open file: another file may have taken its name meanwhile.
         mapped = map_file(file)
     table = header.pop("arrays", None)
@@ -245,18 +251,18 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
         expected = {**ARRAYS, **ARRAYS_OF_SECOND}
     elif header["groups"] is not None:
         expected = {**ARRAYS, **ARRAYS_OF_GROUPS}
-    arrays = _map(path, mapped, header.pop("end"), table, expected)
+    arrays = _map(name, mapped, header.pop("end"), table, expected)
     header["checksums"] = {name: table[name]["xxh64"] for name in arrays}
-    for name in SMALL:
-        arrays[name] = np.asarray(arrays[name])
-    _check_small(path, arrays)
+    for small in SMALL:
+        arrays[small] = np.asarray(arrays[small])
+    _check_small(name, arrays)
     fault = find_fault(header, arrays)
     if fault is not None:
         raise FormatError(f"{path} is damaged: {fault}; pack the dataset again")
     return header, arrays
 
 
-def _read_header(path: Path, file: IO[bytes], size: int) -> dict[str, Any]:
+def _read_header(path: str, file: IO[bytes], size: int) -> dict[str, Any]:
     preamble = file.read(_PREAMBLE.size)
     if preamble[: len(MAGIC)] != MAGIC:
         raise FormatError(f"{path} does not begin with {MAGIC.decode()}: it is not a .samples file")
@@ -296,13 +302,14 @@ def _read_header(path: Path, file: IO[bytes], size: int) -> dict[str, Any]:
 
 
 def _map(
-    path: Path,
+    path: str,
     mapped: NDArray[np.uint8],
     previous_end: int,
     table: Any,
     expected: Mapping[str, tuple[str, ...]],
 ) -> dict[str, Any]:
     arrays: dict[str, Any] = {}
+    content = mapped.data
     for name, dtypes in expected.items():
         match table.get(name) if isinstance(table, dict) else None:
             case {
@@ -320,7 +327,7 @@ def _map(
         end = begin + count * dtype.itemsize
         # Arrays are in this order; bytes between them have no checksum, so they must be 0.
         is_placed = count >= 0 and previous_end <= begin and end <= len(mapped)
-        if not is_placed or begin % ALIGNMENT or mapped[previous_end:begin].any():
+        if not is_placed or begin % ALIGNMENT or bytes(content[previous_end:begin]).strip(b"\0"):
             raise FormatError(
                 f"{path} is damaged: array {name} has bytes {begin} to {end}, outside the file, "
                 f"unaligned, overlapping another array, or after bytes that are not 0; pack the "
@@ -336,33 +343,34 @@ def _map(
     return arrays
 
 
-def _check_small(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
+def _check_small(path: str, arrays: Mapping[str, NDArray[Any]]) -> None:
     """Check what later code does not check again: order of offsets and lengths of arrays."""
-    capacities, samples, segments = (arrays[name] for name in list(ARRAYS)[:3])
+    segments = arrays["sample_segment_offsets"]
+    capacities, samples = (arrays[name].tolist() for name in SMALL)
     fits = (
         len(samples) == len(capacities) + 1 > 1
         and len(segments) > 0
         and samples[-1] == len(segments) - 1
-        and all(len(arrays[name]) == segments[-1] for name in arrays if name in _SEGMENT_ARRAYS)
+        and {len(arrays[name]) for name in arrays if name in _SEGMENT_ARRAYS} == {int(segments[-1])}
     )
     if not fits:
         sizes = ", ".join(f"{name} {len(array)}" for name, array in arrays.items())
         raise FormatError(f"{path} is damaged: the sizes of its arrays do not match ({sizes})")
-    if capacities[0] < 1 or (capacities[1:] <= capacities[:-1]).any() or capacities[-1] > _LONGEST:
+    if capacities[0] < 1 or any(map(ge, capacities, capacities[1:])) or capacities[-1] > _LONGEST:
         raise FormatError(
             f"{path}: bucket_capacity is {_listed(capacities)}; capacities must ascend from 1"
         )
-    if samples[0] != 0 or (samples[1:] < samples[:-1]).any():
+    if samples[0] != 0 or any(map(gt, samples, samples[1:])):
         raise FormatError(
             f"{path}: bucket_sample_offsets is {_listed(samples)}; offsets start at 0 and must "
             "not decrease"
         )
     ends = arrays.get("segment_end_offsets")
-    if ends is not None and len(ends) != segments[-1] + 1:
+    if ends is not None and len(ends) != int(segments[-1]) + 1:
         raise FormatError(f"{path} is damaged: segment_end_offsets has {len(ends)} numbers")
     if segments[0] != 0:
         raise FormatError(f"{path}: sample_segment_offsets starts with {segments[0]}, not 0")
 
 
-def _listed(numbers: NDArray[Any]) -> str:
-    return ", ".join(map(str, numbers.tolist()))
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers))

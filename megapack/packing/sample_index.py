@@ -115,6 +115,10 @@ _HEADER = (
 )
 
 
+_LOADED = (*(name for name in _HEADER if name != "num_documents"), "source", "groups", "second")
+_ARRAYS = (*samples_format.ARRAYS, *samples_format.OPTIONAL_ARRAYS)
+
+
 class WithRoom:
     """Base of classes that have the ``parameters`` of a packing: the room that it left in
     samples."""
@@ -196,8 +200,10 @@ class SampleIndex(WithRoom):
     end_document: NDArray[np.int32] | NDArray[np.int64] | None = None
 
     def __post_init__(self) -> None:
-        for array in self._arrays.values():
-            array.flags.writeable = False
+        for name in _ARRAYS:
+            array = getattr(self, name)
+            if array is not None and not isinstance(array, CheckedArray):  # of read-only files
+                array.flags.writeable = False
 
     @property
     def fim_longest(self) -> int:
@@ -406,28 +412,31 @@ class SampleIndex(WithRoom):
         IndexMismatchError, which says what differs.
         """
         source, documents = self.source or {}, self.documents
-        mismatch = f"{self.path or 'this index'} and {dataset.prefix} do not belong together"
-        origin = source.get("prefix")
+        origin, recorded = source.get("prefix"), source.get("fingerprint")
+        difference = None
         remedy = f"give the dataset {origin}, or pack {dataset.prefix} again"
         if origin in (None, str(dataset.prefix)):  # it has changed
             remedy = "pack it again"
         if dataset.num_documents != documents.num_documents:
-            raise IndexMismatchError(
-                f"{mismatch}: the index was packed from {documents.num_documents:,} documents, the "
-                f"dataset has {dataset.num_documents:,}; {remedy}"
+            difference = (
+                f"the index was packed from {documents.num_documents:,} documents, the dataset has "
+                f"{dataset.num_documents:,}; {remedy}"
             )
-        recorded = source.get("fingerprint")
-        if recorded is not None:
-            if recorded != dataset.fingerprint:
-                raise IndexMismatchError(
-                    f"{mismatch}: the index was packed from a dataset with fingerprint {recorded} "
-                    f"({origin}), this one has {dataset.fingerprint}; {remedy}"
-                )
-        elif documents.lengths_fingerprint != lengths_fingerprint(dataset.document_lengths):
-            raise IndexMismatchError(
-                f"{mismatch}: the number of documents is the same, but their lengths differ; "
-                "pack the dataset again"
+        elif recorded is not None and recorded != dataset.fingerprint:
+            difference = (
+                f"the index was packed from a dataset with fingerprint {recorded} ({origin}), this "
+                f"one has {dataset.fingerprint}; {remedy}"
             )
+        elif recorded is None and documents.lengths_fingerprint != lengths_fingerprint(
+            dataset.document_lengths
+        ):
+            difference = (
+                "the number of documents is the same, but their lengths differ; pack the dataset "
+                "again"
+            )
+        if difference is not None:
+            subject = f"{self.path or 'this index'} and {dataset.prefix}"
+            raise IndexMismatchError(f"{subject} do not belong together: {difference}")
         if IDX_CHECKSUMS in source:
             dataset.verify_reads(source[IDX_CHECKSUMS])
 
@@ -498,7 +507,8 @@ class SampleIndex(WithRoom):
         """
         if is_remote(path):
             path = fetch_file(os.fspath(path), lambda copy: cls.load(copy, verify=True))
-        header, arrays = samples_format.read(Path(path))
+        path = Path(path)
+        header, arrays = samples_format.read(path)
         metrics = header["metrics"]
         documents = DocumentTotals(
             num_documents=header["num_documents"],
@@ -509,9 +519,8 @@ class SampleIndex(WithRoom):
             lengths_fingerprint=header["lengths_fingerprint"],
             num_with_fim_room=metrics.get("num_documents_with_fim_room"),
         )
-        values = {**dict.fromkeys(samples_format.OPTIONAL_ARRAYS), **header, **arrays}
-        values |= {"documents": documents, "path": Path(path)}
-        index = cls(**{field.name: values[field.name] for field in fields(cls)})
+        values: dict[str, Any] = {name: header[name] for name in _LOADED} | arrays
+        index = cls(**values, documents=documents, path=path)
         vars(index).update(_metrics=metrics, _checksums=header["checksums"])  # fill the caches
         if verify:
             index.verify()

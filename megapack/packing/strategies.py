@@ -18,7 +18,6 @@ import numbers
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -28,7 +27,7 @@ from numpy.typing import NDArray
 from megapack import _core
 from megapack.calls import nearest
 from megapack.errors import ConfigError
-from megapack.packing.refine import price_of_a_sample, refine
+from megapack.packing.bucket_rules import Outcome, bucket_rules, exact_ratio
 from megapack.packing.trees import DocumentTokens, check_tree, pack_trees
 
 # Arrays of SampleIndex, dropped_tokens, repeated_tokens; from some strategies also decisions.
@@ -178,11 +177,6 @@ def _strategy(source: str, *parameters: Parameter, **more: Any) -> Callable[[_Ru
 
 
 # --- values computed from buckets and parameters --------------------------------------------------
-
-
-def exact_ratio(share: float) -> tuple[int, int]:
-    """Return the printed decimal of ``share`` as (numerator, denominator): 0.1 is (1, 10)."""
-    return Fraction(repr(float(share))).limit_denominator(1 << 62).as_integer_ratio()
 
 
 def largest_overlap(r_max: float, placement: str, capacity: int) -> tuple[int, int]:
@@ -374,109 +368,6 @@ def seamless(request: Request) -> Packing:
     return request.pack("seamless", **parameters | {"capacity": capacity, "r_max": r_max})
 
 
-# --- decisions of `bucket`: promote or not, refine or not -----------------------------------------
-# Both only need the histogram of lengths: milliseconds (refine: seconds). The index records the
-# choice and its reason.
-
-PADDING_WORTH_SAVING = 1000  # a packing that pads at most 1 token in 1000 is not improved
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    """Total capacity and number of the samples for the documents of a histogram."""
-
-    positions: int
-    samples: int
-
-    @classmethod
-    def of(cls, counts: NDArray[np.int64], buckets: list[int], rules: dict[str, Any]) -> _Outcome:
-        samples = _core.count_bucket_samples(counts, rules)
-        return cls(sum(c * n for c, n in zip(buckets, samples, strict=True)), sum(samples))
-
-    @classmethod
-    def of_packing(cls, packed: Packing) -> _Outcome:
-        samples = np.diff(packed["bucket_sample_offsets"])
-        return cls(int(packed["bucket_capacity"] @ samples), int(samples.sum()))
-
-    def pads_too_much(self, tokens: int) -> bool:
-        return (self.positions - tokens) * PADDING_WORTH_SAVING > self.positions
-
-    def padding(self, tokens: int) -> str:
-        padding = (self.positions - tokens) / self.positions if self.positions else 0.0
-        return f"{100 * padding:.3f} %"
-
-
-def _bucket_rules(
-    request: Request,
-    *,
-    promote: str,
-    padding_threshold: float,
-    max_segments: int | None,
-    refine: bool,
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the rules for the core, and the decisions: name -> choice and reason."""
-    if refine and max_segments is not None:
-        raise ConfigError(
-            f"max_segments is {max_segments}, and refine makes samples with any number of "
-            "segments; leave out one of the two"
-        )
-    buckets = request.buckets
-    padded: dict[str, Any] = {"buckets": buckets, "max_segments": max_segments or 0}
-    threshold = exact_ratio(padding_threshold)
-    promoted = padded | {"overflow": "promote", "padding_threshold": threshold}
-    rules = {"off": padded, "on": promoted, "lookahead": promoted | {"lookahead": True}}
-    decisions: dict[str, str] = {}
-    if promote != "auto" and not refine:
-        return rules[promote], decisions
-    # The histogram omits full chunks of long documents, which are the same in every case.
-    counts, _ = _core.length_histogram(request.lengths, buckets[-1], request.threads)
-    tokens = int((counts * np.arange(len(counts))).sum())
-    if promote == "auto":
-        off, on = (_Outcome.of(counts, buckets, rules[name]) for name in ("off", "on"))
-        tried = {"off": off}
-        # Promotion leaves fewer samples in small buckets, and lookahead leaves the fewest. A draw
-        # that needs more samples than a bucket has repeats them, so stop at the first that pads
-        # little enough.
-        if off.pads_too_much(tokens):
-            tried["on"] = on
-            if on.pads_too_much(tokens):
-                tried["lookahead"] = _Outcome.of(counts, buckets, rules["lookahead"])
-        promote = min(tried, key=lambda name: tried[name].positions)
-        alternative = on if promote == "off" else tried[promote]
-        decisions["promote"] = (
-            f"{promote}: documents shorter than the largest bucket would be padded by "
-            f"{off.padding(tokens)} without and by {alternative.padding(tokens)} with it"
-        )
-    if not refine:
-        return rules[promote], decisions
-    given, decisions["refine"] = _try_to_refine(counts, buckets, rules[promote], tokens)
-    return rules[promote] | ({"given": given} if given else {}), decisions
-
-
-def _try_to_refine(
-    counts: NDArray[np.int64], buckets: list[int], rules: dict[str, Any], tokens: int
-) -> tuple[list[tuple[int, int, list[tuple[int, int]]]], str]:
-    """Return the patterns for the core (empty if they are not worth it) and the reason."""
-    plain = _Outcome.of(counts, buckets, rules)
-    if not plain.pads_too_much(tokens):
-        return [], f"left, not tried: {plain.padding(tokens)} padding is not worth saving"
-    samples, remaining = refine(counts, buckets)
-    unrefined = _Outcome.of(remaining, buckets, rules)
-    refined = _Outcome(
-        unrefined.positions + sum(buckets[s.bucket] * s.count for s in samples),
-        unrefined.samples + sum(s.count for s in samples),
-    )
-    price = price_of_a_sample(buckets)
-    worth = plain.positions - refined.positions + price * (refined.samples - plain.samples)
-    better = refined.positions <= plain.positions and worth > 0
-    reason = (
-        f"{'taken' if better else 'left'}: {refined.padding(tokens)} padding in "
-        f"{refined.samples:,} samples with it, {plain.padding(tokens)} in {plain.samples:,} without"
-    )
-    patterns = [(s.bucket, s.count, list(s.lengths.items())) for s in samples]
-    return patterns if better else [], reason
-
-
 # --- buckets of several lengths -------------------------------------------------------------------
 
 
@@ -528,8 +419,7 @@ def _bucket_llm(request: Request, *, pairs: bool) -> Packing:
         "on: a sample that would be padded by more than padding_threshold moves to a larger "
         "bucket and gets more documents; lookahead: as on, but prefer documents that "
         "leave no space, or enough for another one; auto: the first of off, on and lookahead that "
-        "pads at most "
-        "0.1 %, else the one that pads least",
+        "pads at most 0.1 %, else the one that pads least",
         choices=("auto", "on", "lookahead", "off"),
     ),
     Parameter(
@@ -563,7 +453,7 @@ def bucket(request: Request) -> Packing:
     pool_size = parameters.pop("pool_size")
     if request.second is not None:
         return _bucket_second(request, pool_size, **parameters)
-    rules, decisions = _bucket_rules(request, **parameters)
+    rules, decisions = bucket_rules(request.lengths, request.buckets, request.threads, **parameters)
     if "given" in rules:  # patterns for all documents need all documents in one pool
         pool_size = max(1, len(request.lengths))
     return request.pack("bucket", pool_size=pool_size, **rules) | {"decisions": decisions}
@@ -592,11 +482,11 @@ def _bucket_second(
         return request.pack("bucket_second", **rules[promote])
     # No plan on a histogram predicts this packing: pack both ways if promotion may help.
     packed = request.pack("bucket_second", **padded)
-    off, tokens = _Outcome.of_packing(packed), request.lengths.num_tokens
+    off, tokens = Outcome.of_packing(packed), request.lengths.num_tokens
     if len(request.buckets) == 1 or not off.pads_too_much(tokens):
         return packed
     other = request.pack("bucket_second", **rules["on"])
-    on = _Outcome.of_packing(other)
+    on = Outcome.of_packing(other)
     promote, packed = ("on", other) if on.positions < off.positions else ("off", packed)
     reason = f"padding is {off.padding(tokens)} without and {on.padding(tokens)} with it"
     return packed | {"decisions": {"promote": f"{promote}: {reason}"}}

@@ -10,6 +10,8 @@ documents of tokens     0 0 0 1 1       -1 is padding
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -319,3 +321,25 @@ def _form_in(batch: Mapping[str, Any], name: str, documents: Documents) -> str |
         return None
     fits = len({*of_token.tolist()} - {-1}) == len(documents.numbers)
     return form if fits and _same(of_token, documents.of_token) else None
+
+
+# ---- Sets of documents
+
+SETS = 6  # backward passes that look for leaks without a change of outputs
+CODES = math.comb(SETS, SETS // 2)  # documents of which these sets separate every pair
+
+
+def groups(count: int) -> list[Tensor]:
+    """Return at most SETS sets of documents, bool (documents,).
+
+    Each of two documents is in a set without the other (Sperner's theorem) if their numbers differ
+    by less than CODES and have no multiple of CODES between them, or differ by an even number below
+    CODES. The passes with odd and even documents separate all odd distances.
+    """
+    size = next(n for n in range(2, SETS + 1) if math.comb(n, n // 2) >= min(count, CODES))
+    sets = list(itertools.combinations(range(size), size // 2))
+    # The square shifts each run of CODES by an odd number, so that documents at even distances get
+    # different sets. Each shift differs, so that documents at one distance below 10 x CODES do not
+    # always get equal sets.
+    codes = [sets[(n + (n // CODES) ** 2) % len(sets)] for n in range(count)]
+    return [torch.tensor([number in code for code in codes]) for number in range(size)]

@@ -180,3 +180,9 @@ def counted_ends(
     flat = counted.flatten().cpu()
     flat = flat if shift else flat.roll(-1)
     return (flat & ends).nonzero()[:, 0].tolist()
+
+
+def uncut_list(value: Any, before: Any) -> bool:
+    """Return whether an entry of a single document is the whole list or tensor of the batch."""
+    several = hasattr(value, "__len__") and getattr(value, "ndim", 1) > 0 and len(value) > 1
+    return value is before and several and not isinstance(value, str)

@@ -13,8 +13,6 @@ Pass 4 also takes gradients: outputs of some documents must have none at tokens 
 
 from __future__ import annotations
 
-import itertools
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -27,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megapack.calls import checked_call
-from megapack.probe.boundaries import Documents, alone, read_documents, tokens_of
+from megapack.probe.boundaries import Documents, alone, groups, read_documents, tokens_of
 from megapack.probe.call import (
     call_target,
     changed_batch,
@@ -35,24 +33,27 @@ from megapack.probe.call import (
     is_compiled,
     modules_of,
     narrow_head,
+    uncut_list,
 )
 from megapack.probe.layers import (
     TOLERANCE,
     Call,
     Gradients,
     Recorder,
+    differ,
     is_shifted,
     kind_of,
+    largest,
+    largest_change,
     names_of,
     per_token,
     reduce,
     rounding_errors,
+    scaled,
     tensors,
 )
-from megapack.probe.report import Leak, LeakError, Report
+from megapack.probe.report import Leak, LeakError, Report, merge
 
-SETS = 6  # backward passes that look for leaks without a change of outputs
-CODES = math.comb(SETS, SETS // 2)  # documents of which these sets separate every pair
 NEAR = 8  # documents whose exact source is computed
 FEW = 8  # tokens at a document's begin or end that a convolution or a target reaches
 
@@ -578,57 +579,6 @@ class Passes:
         ]
 
 
-# ---- Numbers
-
-
-def uncut_list(value: Any, before: Any) -> bool:
-    """Return whether an entry of a single document is the whole list or tensor of the batch."""
-    several = hasattr(value, "__len__") and getattr(value, "ndim", 1) > 0 and len(value) > 1
-    return value is before and several and not isinstance(value, str)
-
-
-def largest_change(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Return the largest difference of every token, (tokens,)."""
-    return (ours - theirs).masked_fill(ours == theirs, 0).abs().amax(dim=1)
-
-
-def largest(difference: Tensor, where: Tensor) -> float:
-    """Return the largest entry at ``where``, or 0 without entries."""
-    return float(difference[where].max()) if len(difference) and bool(where.any()) else 0.0
-
-
-def differ(
-    ours: Sequence[Tensor], row: Sequence[Tensor], *, places: Tensor, allowed: float
-) -> bool:
-    """Return whether outputs differ from those at ``places`` of a row by more than is allowed."""
-    return any(
-        float((a.cpu() - b.cpu()[places]).abs().max()) > allowed * float(b.abs().max())
-        for a, b in zip(ours, row, strict=False)
-    )
-
-
-def scaled(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
-    """Return whether outputs differ by one factor, as after a division by the row's length."""
-    a, b = (torch.cat([x.cpu().flatten() for x in values]) for values in (ours, theirs))
-    return float((a - (a @ b) / (b @ b) * b).norm()) < 0.01 * float((a - b).norm())
-
-
-def groups(count: int) -> list[Tensor]:
-    """Return at most SETS sets of documents, bool (documents,).
-
-    Each of two documents is in a set without the other (Sperner's theorem) if their numbers differ
-    by less than CODES and have no multiple of CODES between them, or differ by an even number below
-    CODES. The passes with odd and even documents separate all odd distances.
-    """
-    size = next(n for n in range(2, SETS + 1) if math.comb(n, n // 2) >= min(count, CODES))
-    sets = list(itertools.combinations(range(size), size // 2))
-    # The square shifts each run of CODES by an odd number, so that documents at even distances get
-    # different sets. Each shift differs, so that documents at one distance below 10 x CODES do not
-    # always get equal sets.
-    codes = [sets[(n + (n // CODES) ** 2) % len(sets)] for n in range(count)]
-    return [torch.tensor([number in code for code in codes]) for number in range(size)]
-
-
 # ---- Ranks
 
 
@@ -644,15 +594,3 @@ def share(value: list[Any]) -> list[list[Any]]:
     every: list[Any] = [None] * dist_size()
     dist.all_gather_object(every, value)
     return every
-
-
-def merge(ranks: list[list[Leak]]) -> list[Leak]:
-    """Join the leaks of all ranks; a pipeline's last stage gets the layer from an earlier one."""
-    every = [leak for leaks in ranks for leak in leaks]
-    layers = [leak for leak in every if leak.to_document < 0]
-    real = [leak for leak in every if leak.to_document >= 0]
-    if layers:
-        first = layers[0]
-        where = {name: getattr(first, name) for name in ("layer", "kind", "rank", "stage")}
-        real = [replace(leak, **where) for leak in real]
-    return real

@@ -361,3 +361,32 @@ def kind_of(
     if not children.strip() or re.search(r"mlp|ffn|feed_?forward", words):
         return "row_statistics"
     return "attention_mask"
+
+
+# ---- Comparisons of outputs
+
+
+def largest_change(ours: Tensor, theirs: Tensor) -> Tensor:
+    """Return the largest difference of every token, (tokens,)."""
+    return (ours - theirs).masked_fill(ours == theirs, 0).abs().amax(dim=1)
+
+
+def largest(difference: Tensor, where: Tensor) -> float:
+    """Return the largest entry at ``where``, or 0 without entries."""
+    return float(difference[where].max()) if len(difference) and bool(where.any()) else 0.0
+
+
+def differ(
+    ours: Sequence[Tensor], row: Sequence[Tensor], *, places: Tensor, allowed: float
+) -> bool:
+    """Return whether outputs differ from those at ``places`` of a row by more than is allowed."""
+    return any(
+        float((a.cpu() - b.cpu()[places]).abs().max()) > allowed * float(b.abs().max())
+        for a, b in zip(ours, row, strict=False)
+    )
+
+
+def scaled(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
+    """Return whether outputs differ by one factor, as after a division by the row's length."""
+    a, b = (torch.cat([x.cpu().flatten() for x in values]) for values in (ours, theirs))
+    return float((a - (a @ b) / (b @ b) * b).norm()) < 0.01 * float((a - b).norm())

@@ -6,7 +6,7 @@ Leak(kind="attention_mask", from_document=0, to_document=1, direction="forward",
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from megapack.errors import ConfigError
@@ -101,3 +101,15 @@ class Report:
         """Raise LeakError with the report if a document depends on another."""
         if self.leaks:
             raise LeakError(str(self))
+
+
+def merge(ranks: list[list[Leak]]) -> list[Leak]:
+    """Join the leaks of all ranks; a pipeline's last stage gets the layer from an earlier one."""
+    every = [leak for leaks in ranks for leak in leaks]
+    layers = [leak for leak in every if leak.to_document < 0]
+    real = [leak for leak in every if leak.to_document >= 0]
+    if layers:
+        first = layers[0]
+        where = {name: getattr(first, name) for name in ("layer", "kind", "rank", "stage")}
+        real = [replace(leak, **where) for leak in real]
+    return real

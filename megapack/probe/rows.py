@@ -40,8 +40,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megapack.probe.boundaries import Documents, SegmentPlaces, alone
-from megapack.probe.detector import Passes, Run, largest_change, merge, share
-from megapack.probe.report import LeakError
+from megapack.probe.detector import Passes, Run, share
+from megapack.probe.layers import largest_change
+from megapack.probe.report import LeakError, merge
 
 _PIECE = 64  # tokens; below all known position thresholds
 _TREE_CAUSE = (

@@ -22,6 +22,7 @@ from megapack.errors import ConfigError, check_name, redacted
 SCHEMES = ("s3", "gs", "az", "https", "http", "file")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _ONE_SLASH = re.compile(rf"({'|'.join(SCHEMES)}):/")
+_UNUSUAL = re.compile(r"//|(^|/)\.(/|$)|/$|^$")
 _GUIDE = "docs/guides/object_storage.md"
 
 
@@ -31,6 +32,8 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
     text = os.fspath(path)
     if "\0" in text:
         check_name(text)
+    if ":/" not in text:  # most paths
+        return False
     match = _SCHEME.match(text)
     if match is None:
         if _ONE_SLASH.match(text):
@@ -57,9 +60,16 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
     return True
 
 
+def is_normal(path: str) -> bool:
+    """Return whether ``str(Path(path))`` is the same path, without the time that this takes."""
+    return _UNUSUAL.search(path) is None
+
+
 def path_in(folder: Path, path: str) -> str:
     """Return a path relative to a folder; an address is returned unchanged."""
-    return path if is_remote(path) else str(folder / path)
+    if is_remote(path) or (path.startswith("/") and is_normal(path)):
+        return path
+    return str(folder / path)
 
 
 def is_below(folder: str, url: str) -> bool:

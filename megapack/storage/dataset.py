@@ -32,11 +32,13 @@ from megapack.calls import checked_call
 from megapack.errors import ConfigError, DataError, FormatError
 from megapack.storage.address import is_remote
 from megapack.storage.columns import INTERPRETED, Column, column_entries, column_path, open_column
-from megapack.storage.files import file_identity
+from megapack.storage.files import file_exists, file_identity
 from megapack.storage.index_file import (
+    NAME_OF_CODE,
     IndexFile,
     dtype_of_code,
     map_file,
+    name_of,
     open_pair,
     path_of,
     prefix_of,
@@ -259,9 +261,9 @@ class IndexedDataset:
             return None
         if not self._index.has_its_name():
             raise FormatError(f"{self.prefix} was replaced after it was opened; open it again")
-        difference = difference_from_files(
-            meta, self.dtype.name, self._index.header, self.num_tokens
-        )
+        header = self._index.header
+        dtype = NAME_OF_CODE[header.dtype_code]
+        difference = difference_from_files(meta, dtype, header, self.num_tokens)
         if difference is not None:
             raise FormatError(f"{self.prefix}: {difference}")
         return meta
@@ -340,7 +342,7 @@ class IndexedDataset:
         base = prefix_of(prefix)
         if is_remote(base):
             return exists(base)
-        return path_of(base, ".idx").exists() and path_of(base, ".bin").exists()
+        return file_exists(name_of(base, ".idx")) and file_exists(name_of(base, ".bin"))
 
     def __getstate__(self) -> tuple[str, bool, str]:
         # Make the path absolute: a worker may have another working directory.
@@ -439,10 +441,11 @@ def check_converted(prefix: str, columns: Container[str]) -> None:
         if name in columns:
             continue
         old = f"{prefix}.{name}"
-        if not is_remote(prefix) and (path := column_path(prefix, name)).exists():
+        if not is_remote(prefix) and file_exists(name_of(prefix, f".{name}.col")):
             raise FormatError(
-                f"{path} exists, but the meta file does not list column {name}: restore the meta "
-                "file from a copy, write the column again, or delete this file"
+                f"{column_path(prefix, name)} exists, but the meta file does not list column "
+                f"{name}: restore the meta file from a copy, write the column again, or delete "
+                "this file"
             )
         if IndexedDataset.exists(old):
             first = "download both datasets and, where they are, " if is_remote(prefix) else ""

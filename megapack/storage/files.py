@@ -58,6 +58,7 @@ _KINDS = {
 # Errors of copy_file_range on other file systems, old kernels and special files.
 _CANNOT_COPY_IN_KERNEL = {errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 _CANNOT_COPY_IN_KERNEL |= {errno.ENOTSUP, errno.EBADF, errno.EPERM}
+_MISSING = {errno.ENOENT, errno.ENOTDIR, errno.EBADF, errno.ELOOP}
 NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
 
 
@@ -73,6 +74,19 @@ def open_regular(path: str | os.PathLike[str]) -> io.FileIO:
         raise FormatError(f"{path} is not a regular file; data is read from files only")
 
     return io.FileIO(os.fspath(path), "rb", opener=opener)
+
+
+def file_exists(path: str) -> bool:
+    """Return ``Path(path).exists()``, in a third of the time."""
+    try:
+        os.stat(path)  # noqa: PTH116 (fast)
+    except OSError as error:
+        if error.errno not in _MISSING:
+            raise
+        return False
+    except ValueError:  # NUL
+        return False
+    return True
 
 
 class Identity(NamedTuple):

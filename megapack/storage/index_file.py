@@ -33,8 +33,8 @@ from numpy.typing import DTypeLike, NDArray
 
 from megapack import _core
 from megapack.errors import ConfigError, FormatError, MegapackError
-from megapack.storage.address import is_remote
-from megapack.storage.files import Identity, file_identity, is_at, open_regular
+from megapack.storage.address import is_normal, is_remote
+from megapack.storage.files import Identity, file_exists, file_identity, is_at, open_regular
 
 # ---- Memory-mapped files: the system reads a page when it is touched; all processes share it -----
 # Comparing a whole file with one checksum would read all of it at opening. So every block has a
@@ -140,6 +140,7 @@ HEADER_BYTES = 34
 # Codes with one meaning in Megatron, GPT-NeoX and Megatron-DeepSpeed; megapack writes no others.
 # (In DeepSpeed's own data_pipeline 8 is uint64; codes 6 and 7 have three meanings in four tools.)
 CODE_OF_DTYPE = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
+NAME_OF_CODE = {code: name for name, code in CODE_OF_DTYPE.items()}
 DTYPE_OF_CODE = {code: np.dtype(name) for name, code in CODE_OF_DTYPE.items()}
 
 _OPENING_BYTES = 512  # opening reads at most this much of an array; the fingerprint covers it
@@ -158,6 +159,14 @@ def path_of(prefix: str | os.PathLike[str], suffix: str) -> Path:
     if is_remote(prefix):
         raise ConfigError(f"{os.fspath(prefix)} is not a local file; copy the dataset first")
     return Path(os.fspath(prefix) + suffix)
+
+
+def name_of(prefix: str | os.PathLike[str], suffix: str) -> str:
+    """Return ``str(path_of(prefix, suffix))``, usually in a tenth of the time."""
+    text = os.fspath(prefix) + suffix
+    if is_remote(prefix) or not is_normal(text):
+        return str(path_of(prefix, suffix))
+    return text
 
 
 def prefix_of(path: str | os.PathLike[str]) -> str:
@@ -188,6 +197,8 @@ def dtype_of_code(code: int, name: str | os.PathLike[str]) -> np.dtype[Any]:
 
 def pick_dtype(dtype: DTypeLike) -> np.dtype[Any]:
     """Return a dtype if token files can have it. Raises ConfigError for other dtypes."""
+    if isinstance(dtype, str) and dtype in CODE_OF_DTYPE:  # numpy makes a name slowly
+        return np.dtype(dtype)
     try:
         result = np.dtype(dtype)
         name = str(result)  # ">u2" differs from "uint16"
@@ -365,7 +376,7 @@ def open_pair(prefix: str) -> tuple[IndexFile, io.FileIO]:
     from one writer; otherwise open both again. Raises FormatError if the .idx is damaged or writers
     kept replacing the files, and OSError if one is missing.
     """
-    idx_path, bin_path = path_of(prefix, ".idx"), path_of(prefix, ".bin")
+    idx_path, bin_path = name_of(prefix, ".idx"), name_of(prefix, ".bin")
     deadline = time.monotonic() + PATIENCE
     while True:
         timed_out = time.monotonic() > deadline
@@ -376,8 +387,8 @@ def open_pair(prefix: str) -> tuple[IndexFile, io.FileIO]:
             tokens.close()
         except FileNotFoundError:
             # A writer holds its lock until it has renamed both files: wait for the second one.
-            is_written = path_of(prefix, ".lock").exists() or idx_path.exists()
-            if timed_out or not (is_written and bin_path.exists()):
+            is_written = file_exists(name_of(prefix, ".lock")) or file_exists(idx_path)
+            if timed_out or not (is_written and file_exists(bin_path)):
                 raise
         if timed_out:
             raise FormatError(

@@ -38,7 +38,7 @@ import xxhash
 from megapack.errors import FormatError
 from megapack.records import parse_json
 from megapack.storage.files import file_identity, open_regular, read_array_blocks
-from megapack.storage.index_file import IndexHeader, path_of, pick_dtype
+from megapack.storage.index_file import IndexHeader, name_of, path_of, pick_dtype
 
 
 class Checksum(NamedTuple):
@@ -115,7 +115,7 @@ def common_metadata(metas: Iterable[Mapping[str, Any] | None]) -> dict[str, Any]
 def read_meta(prefix: str | os.PathLike[str]) -> dict[str, Any] | None:
     """Return the meta file of a dataset, or None. Raises FormatError for invalid JSON, another
     tool's file, a newer version, or missing keys."""
-    path = meta_path(prefix)
+    path = name_of(prefix, ".meta.json")
     try:
         with open_regular(path) as file:
             # Only an error may list the folder, which can have thousands of datasets.

@@ -36,6 +36,18 @@ def test_help_of_every_command_has_examples(name: str) -> None:
     assert f"megapack-build {name} " in printed(name, "--help").split("\n\n", 1)[1]
 
 
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_missing_options_are_shown_in_an_example(name: str) -> None:
+    """The example has every option that is missing."""
+    text = printed(name, status=2)
+    if name == "inspect":  # it names what it can inspect
+        return
+    missing, _, example = text.partition("; for example: ")
+    assert example.startswith(f"megapack-build {name} ")
+    if "the following" in missing:
+        assert set(re.findall(r"--[\w-]+", missing)) <= set(re.findall(r"--[\w-]+", example))
+
+
 PROGRAM = (sys.executable, "-m", "megapack")
 
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from megapack.data import BucketBatchSampler, PackedDataset, Schedule, build_loader, resume
-from megapack.data.batch import last_slot
+from megapack.data.batch import last_slot, wrapper
 from megapack.data.loader import ThreadPrefetcher
 from megapack.data.schedule import Step
 from megapack.errors import ConfigError, FormatError, IndexMismatchError, ResumeError
@@ -352,3 +352,14 @@ def test_stateful_loader_continues(packed: PackedDataset, num_workers: int, cons
     assert len(resumed) == len(whole) - consumed
     for actual, expected in zip(resumed, whole[consumed:], strict=True):
         assert torch.equal(actual, expected)
+
+
+def test_without_torch_a_batch_names_both_remedies(
+    packed: PackedDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)  # `import torch` fails as if it were missing
+    wrapper.cache_clear()
+    remedy = r"torch is not installed.*pip install torch\).*framework='numpy'"
+    with pytest.raises(ModuleNotFoundError, match=remedy) as caught:
+        next(iter(loader(packed)))
+    assert caught.value.name == "torch"

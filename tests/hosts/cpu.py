@@ -102,7 +102,8 @@ def _map_cuda() -> None:
         setattr(cuda, name, lambda *args, **kwargs: contextlib.nullcontext())
     for name in ("range_push", "range_pop", "mark"):
         setattr(cuda.nvtx, name, lambda *args, **kwargs: None)
-    for module in (cuda, cuda.random):
+    # torch.random.fork_rng asks the module of the device, which is the CPU's here.
+    for module in (cuda, cuda.random, torch.cpu):
         module.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
         module.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     cuda.default_generators = (torch.default_generator,) * 8

@@ -27,7 +27,7 @@ import torch
 import yaml
 
 from tests.hosts.chats import ROW, ROWS_PER_STEP, STEPS, TOLERANCE, Chats
-from tests.hosts.processes import ROOT, environment_of, finish, marks_of, torchrun, trees_of
+from tests.hosts.processes import LEAK, ROOT, environment_of, finish, marks_of, torchrun, trees_of
 
 FOLDERS = trees_of("AXOLOTL")
 SEED = 7
@@ -108,8 +108,8 @@ def test_axolotl_trains_with_the_losses_of_the_documents(
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"fault": "joined"}, "see another document"),
-        ({"fault": "moved"}, "see another document"),
+        ({"fault": "joined"}, LEAK),
+        ({"fault": "moved"}, LEAK),
         ({"fault": "shifted"}, "check whether the mask or the labels are shifted twice"),
         ({"datasets": "window.json"}, "the run has attention windows [32], and attention 'sdpa'"),
         ({"sample_packing": True}, "sample_packing is True: rows are packed already"),

@@ -24,7 +24,7 @@ pytestmark = marks_of(TREES, "MEGATRON_LM", "Megatron-LM")
 
 # Tests that build what no run would train on; of no other the outcome may differ.
 REFUSED = {
-    "test_fast_builder": "the batch sizes of this run are not known",
+    "test_fast_builder": "the batch sizes of this run are unknown",
     "test_prepare_cache_builds": "drops cu_seqlens without --dataloader-inter-document-masking",
 }
 FILES = ("builder", "gpt_dataset", "multimodal_dataset", "prepare_cache")

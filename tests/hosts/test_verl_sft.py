@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.hosts.chats import ROW, ROWS_PER_STEP, STEPS, TOLERANCE, Chats, losses_one_by_one
-from tests.hosts.processes import ROOT, environment_of, finish, marks_of, torchrun, trees_of
+from tests.hosts.processes import LEAK, ROOT, environment_of, finish, marks_of, torchrun, trees_of
 
 FOLDERS = trees_of("MEGAPACK_VERL")
 
@@ -88,8 +88,8 @@ def test_verl_trains_on_the_schedule_with_the_losses_of_the_documents(
     ("changed", "message"),
     [
         ({"fault": "shifted"}, "the labels are shifted twice"),
-        ({"fault": "joined"}, "see another document"),
-        ({"trainer__total_epochs": 2}, "take trainer.total_epochs=1"),
+        ({"fault": "joined"}, LEAK),
+        ({"trainer__total_epochs": 2}, "set trainer.total_epochs=1"),
         ({"data__pad_mode": "right"}, "data.pad_mode is 'right': rows have their padding already"),
         ({"data__val_files": "${data.train_files}"}, "are both"),
     ],

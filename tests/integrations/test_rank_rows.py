@@ -26,6 +26,9 @@ from megapack.integrations.rows.rank_rows import RankRows
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from megapack.storage.columns import ColumnSpec
 from tests.data.corpora import random_rows, write_columns
+from tests.hosts.cpu import on_cpu
+from tests.hosts.processes import CHANGED, LEAK
+from tests.integrations.harness import run_forked
 from tests.integrations.samples import make_dataset
 
 ROW, BLOCK, NUM_BLOCKS = 64, 12, 5
@@ -210,11 +213,25 @@ def test_probe_restores_the_model(corpus: IndexedDataset, caplog: pytest.LogCapt
     assert model.seen == 0 and model.training
 
 
+def probed_on_mapped_cuda(corpus: IndexedDataset) -> None:
+    on_cpu()
+    ranks = ranks_of(rows_of(corpus), 1, 3, TORCHTITAN)[0]
+    arrived = next(iter(ranks))
+    probe(ranks, Model(), arrived)
+    with pytest.raises(ConfigError, match=LEAK):
+        probe(ranks, Model(1), arrived)
+
+
+@pytest.mark.multiprocess
+def test_probe_runs_where_tests_of_hosts_map_cuda_to_the_cpu(corpus: IndexedDataset) -> None:
+    run_forked(probed_on_mapped_cuda, corpus)
+
+
 def test_probe_refuses_moved_boundaries_and_labels(corpus: IndexedDataset) -> None:
     ranks = ranks_of(rows_of(corpus), 1, 3, TORCHTITAN)[0]
     arrived = next(iter(ranks))
     for shift in (-1, 1):
-        with pytest.raises(ConfigError, match="see another document"):
+        with pytest.raises(ConfigError, match=LEAK):
             probe(ranks, Model(shift), arrived)
     moved = Model()
     moved.labels_moved = 1
@@ -226,8 +243,7 @@ def test_probe_refuses_a_changed_micro_batch(corpus: IndexedDataset) -> None:
     ranks = ranks_of(rows_of(corpus), 1, 3, TORCHTITAN)[0]
     arrived = next(iter(ranks))
     arrived["labels"] = arrived["labels"].roll(1)
-    said = r"'labels' of the first micro batch differs .* \[0, 1, 2\]"
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=rf"'labels' {CHANGED} .* \[0, 1, 2\]"):
         probe(ranks, Model(), arrived)
 
 

@@ -16,8 +16,7 @@ from reference.buckets import Rules, drained
 
 from megapack import _core
 from megapack.errors import ConfigError
-from megapack.packing import STRATEGIES, SampleIndex, pack
-from megapack.packing import strategies as bucket_choice
+from megapack.packing import STRATEGIES, SampleIndex, bucket_rules, pack
 from megapack.packing.refine import refine
 from tests.packing.test_packing_strategies import check_laws, web_like
 
@@ -164,7 +163,7 @@ def test_refine_is_not_taken_if_not_better(monkeypatch: pytest.MonkeyPatch) -> N
     index = pack(documents, buckets=BUCKETS, refine=True)
     assert index.decisions["refine"].startswith("left, not tried: ")
     assert same_arrays(index, pack(documents, buckets=BUCKETS))
-    monkeypatch.setattr(bucket_choice, "PADDING_WORTH_SAVING", 1 << 40)
+    monkeypatch.setattr(bucket_rules, "PADDING_WORTH_SAVING", 1 << 40)
     tried = pack(documents, buckets=BUCKETS, refine=True)
     assert tried.decisions["refine"].startswith("left: ")
     assert same_arrays(tried, pack(documents, buckets=BUCKETS))

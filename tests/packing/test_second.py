@@ -181,6 +181,19 @@ def test_the_second_size_of_an_empty_document_does_not_count() -> None:
     assert index.num_samples == 1 and index.segment_second.tolist() == [2, 2]
 
 
+def test_sizes_of_2_gib_and_more_are_exact(tmp_path: Path) -> None:
+    """For example bytes of videos."""
+    sizes = [(1 << 31) - 1, 1 << 31, (1 << 33) + 5]
+    for second, dtype in ((sizes[:1] * 3, np.int32), (sizes, np.int64)):
+        index = pack([3, 4, 5], buckets=16, second=second, second_capacity=1 << 34)
+        assert index.segment_second is not None and index.segment_second.dtype == dtype
+        held = dict(zip(index.segment_document.tolist(), index.segment_second, strict=True))
+        assert [held[i] for i in range(3)] == second
+        index.save(tmp_path / f"{dtype.__name__}.samples")
+        loaded = SampleIndex.load(tmp_path / f"{dtype.__name__}.samples", verify=True)
+        assert second_per_sample(loaded).tolist() == [sum(second)]
+
+
 # ---- Files and commands
 
 

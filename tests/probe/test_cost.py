@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from integrations.harness import run_forked
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from megapack.probe import probe
 
@@ -69,37 +71,32 @@ def test_five_passes_of_few_logits_suffice(layer: nn.Module) -> None:
     assert largest.numel == sum(LENGTHS) * IDS
 
 
-MEMORY = """
-import sys, torch
-from transformers import AutoConfig, AutoModelForCausalLM
-from megapack.probe import probe
-
-def status(key):
-    lines = open("/proc/self/status").read().splitlines()
+def status(key: str) -> int:
+    """Return a number of kilobytes of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(key))
 
-torch.set_num_threads(1)
-config = AutoConfig.for_model(
-    "llama", hidden_size=128, intermediate_size=512, num_hidden_layers=8, num_attention_heads=8,
-    num_key_value_heads=8, vocab_size=8_000,
-)
-model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-ids, positions = torch.randint(3, 8_000, (1, 1024)), torch.arange(128).repeat(8)[None]
-batch = dict(input_ids=ids, position_ids=positions, use_cache=False)
-open("/proc/self/clear_refs", "w").write("5")  # reset the peak
-before = status("VmRSS")
-if sys.argv[1] == "probe":
-    assert probe(model, batch).ok
-else:
-    model(**batch, labels=ids).loss.backward()
-print(status("VmHWM") - before)
-"""
+
+def growth(what: str) -> int:
+    """Return by how many kilobytes the memory of this process grows at most."""
+    torch.set_num_threads(1)
+    config = AutoConfig.for_model(
+        "llama", hidden_size=128, intermediate_size=512, num_hidden_layers=8, num_attention_heads=8,
+        num_key_value_heads=8, vocab_size=8_000,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    ids, positions = torch.randint(3, 8_000, (1, 1024)), torch.arange(128).repeat(8)[None]
+    batch = {"input_ids": ids, "position_ids": positions, "use_cache": False}
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
+    before = status("VmRSS")
+    if what == "probe":
+        assert probe(model, batch).ok
+    else:
+        model(**batch, labels=ids).loss.backward()
+    return status("VmHWM") - before
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux")
 def test_memory_stays_below_that_of_a_training_step() -> None:
-    peak = {
-        what: int(subprocess.check_output([sys.executable, "-c", MEMORY, what]))
-        for what in ("probe", "step")
-    }
-    assert peak["probe"] < peak["step"], peak
+    peak = {what: run_forked(growth, what) for what in ("probe", "step")}
+    assert 0 < peak["probe"] < peak["step"], peak

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megapack.probe import LeakError, probe
-from megapack.probe.detector import groups
+from megapack.probe.boundaries import groups
 from probe.modules import Attention, Edge, Model, batch_of, numbers
 
 

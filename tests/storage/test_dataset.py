@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import struct
 import sys
 from itertools import pairwise
@@ -17,10 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megapack.data import PackedDataset
-from megapack.errors import FormatError
+from megapack.errors import ConfigError, FormatError
 from megapack.packing import pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder, read_document_lengths
-from megapack.storage.files import open_regular, read_array_blocks
+from megapack.storage.address import path_in
+from megapack.storage.files import file_exists, open_regular, read_array_blocks
+from megapack.storage.index_file import name_of, path_of
 from megapack.storage.verify import verify
 from storage.strategies import SMALL, by_hand, corpora, files, flatten, index_bytes, write
 
@@ -282,6 +285,28 @@ def test_missing_files_are_named_os_errors(tmp_path: Path) -> None:
         assert not IndexedDataset.exists(tmp_path / "data")
         with pytest.raises(FileNotFoundError, match=rf"data\.{suffix}"):
             IndexedDataset(tmp_path / "data")
+
+
+@given(text=st.text("a./:\n", max_size=9))
+def test_names_are_written_as_pathlib_writes_them(text: str) -> None:
+    try:
+        expected = str(path_of(text, ".idx"))
+    except ConfigError as error:
+        with pytest.raises(ConfigError, match=re.escape(str(error))):
+            name_of(text, ".idx")
+        return
+    assert name_of(text, ".idx") == expected
+    assert name_of(text, "") == str(Path(text))
+    assert path_in(Path("x/y"), f"/{text}") == str(Path("x/y") / f"/{text}")
+
+
+@pytest.mark.parametrize("name", ["data.idx", "missing", "data.idx/below", "loop", ".", "a\0b"])
+def test_a_file_exists_as_pathlib_says(tmp_path: Path, name: str) -> None:
+    write(tmp_path / "data", SMALL)
+    (tmp_path / "loop").symlink_to("loop")
+    assert file_exists(f"{tmp_path}/{name}") == (tmp_path / name).exists()
+    with pytest.raises(OSError, match="too long"):
+        file_exists(f"{tmp_path}/{'a' * 300}")
 
 
 def test_prefixes_may_contain_dots(tmp_path: Path) -> None:

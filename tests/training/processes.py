@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import atexit
+import fcntl
+import hashlib
 import json
 import os
 import re
+import shutil
+import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from patience import PATIENCE
 from ports import free_port
@@ -23,6 +29,7 @@ from megapack.training.engine.directory import read_jsonl
 ROOT = Path(__file__).parents[2]
 PRETRAIN = ROOT / "launch" / "pretrain.py"
 FORKED = str(Path(__file__).with_name("forked.py"))
+ZYGOTE = Path(__file__).with_name("zygote.py")
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -45,39 +52,54 @@ def not_logged(lines: Iterable[str]) -> list[str]:
     return [line for line in lines if not _LOGGED.match(line)]
 
 
+# Forks of a shared zygote: they are no descendants of this process, but their ranks belong to it.
+SERVERS: set[int] = set()
+
+
 class Zygote:
     """Process that forks ranks (``zygote.py``).
 
     ``hurry``: also fork their ``python -m`` subprocesses, and shorten the heartbeat.
     """
 
+    _requests: IO[str]
+    _answers: IO[str]
+
     def __init__(self, *, hurry: bool = False) -> None:
         self._options = ["hurry"] if hurry else []
         self._start()
 
     def _start(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("zygote.py")), *self._options],
+        self._process = self._spawn()
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._requests, self._answers = self._process.stdin, self._process.stdout
+
+    def _spawn(self, *address: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, str(ZYGOTE), *self._options, *address],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             env=environment(),
             cwd=ROOT,
         )
-        assert self._process.stdout is not None
-        while self._process.stdout.readline().strip() != "ready":
-            assert self._process.poll() is None, "the zygote died while importing"
+        assert process.stdout is not None
+        while process.stdout.readline().strip() != "ready":
+            assert process.poll() is None, "the zygote died while importing"
+        return process
 
     def ask(self, request: dict[str, Any]) -> int:
-        assert self._process.stdin is not None and self._process.stdout is not None
         try:
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-            return int(self._process.stdout.readline())
+            self._requests.write(json.dumps(request) + "\n")
+            self._requests.flush()
+            return int(self._answers.readline())
         except BaseException:  # after a timeout: the next request would read this answer
-            self._process.kill()
+            self._kill()
             self._start()
             raise
+
+    def _kill(self) -> None:
+        self._process.kill()
 
     def start(
         self,
@@ -104,15 +126,60 @@ class Zygote:
         return ranks
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        self._requests.close()
         self._process.wait(timeout=PATIENCE)
+
+
+class SharedZygote(Zygote):
+    """A fork of the zygote of all test processes of a session, which the first of them starts."""
+
+    def __init__(self, address: Path) -> None:
+        self._address = address
+        self._started: list[subprocess.Popen[str]] = []  # it ends when their stdin is closed
+        super().__init__(hurry=True)
+
+    def _start(self) -> None:
+        with ZYGOTE.open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # one test process starts it, the others wait
+            connection = self._connect()
+        with connection:
+            self._requests, self._answers = connection.makefile("w"), connection.makefile("r")
+        self._pid = int(self._answers.readline())
+        SERVERS.add(self._pid)
+
+    def _connect(self) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(str(self._address))
+        except OSError:  # nobody has started it, or the test process that did has ended
+            shutil.rmtree(self._address.parent, ignore_errors=True)
+            self._address.parent.mkdir(mode=0o700)
+            self._started.append(self._spawn(str(self._address)))
+            connection.connect(str(self._address))
+        return connection
+
+    def _kill(self) -> None:
+        os.kill(self._pid, signal.SIGKILL)
+        SERVERS.discard(self._pid)
+
+    def close(self) -> None:
+        self._requests.close()
+        self._answers.close()
+        for process in self._started:
+            assert process.stdin is not None
+            process.stdin.close()
+            process.wait(timeout=PATIENCE)
 
 
 @cache
 def shared_zygote() -> Zygote:
-    """Return the zygote of this test process; it is closed at exit."""
-    zygote = Zygote(hurry=True)
+    """Return the zygote of this test process, which shares its imports with those of the other test
+    processes of pytest-xdist; it is closed at exit."""
+    if session := os.environ.get("PYTEST_XDIST_TESTRUNUID"):
+        key = hashlib.sha256(f"{ROOT} {session}".encode()).hexdigest()[:20]
+        zygote: Zygote = SharedZygote(Path(tempfile.gettempdir(), f"zygote-{key}", "socket"))
+    else:
+        zygote = Zygote(hurry=True)
     atexit.register(zygote.close)
     return zygote
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -19,7 +22,7 @@ from peers import peer
 from megapack.packing import SampleIndex
 from megapack.training.engine.directory import Record, RunDirectory, append_jsonl, read_jsonl
 
-from .conftest import NewRun, Run, drawn_from, make_corpus, write_blend
+from .conftest import Corpus, NewRun, Run, drawn_from, make_corpus, write_blend
 from .processes import Zygote
 
 pytestmark = pytest.mark.multiprocess
@@ -233,6 +236,26 @@ def test_consistent_change_of_program_and_records_contradicts_the_log(copied: Pa
     assert "step 0 was trained on samples or labels that differ" in findings(copied)
 
 
+def test_changed_exclusions_contradict_the_label_tokens_of_the_log(
+    trained: Run, tmp_path: Path
+) -> None:
+    """Without the stage that masks documents, every step has the same samples."""
+    corpus = Corpus(trained.dir.parent)
+    blend = write_blend(tmp_path / "blend.yaml", corpus)
+    changed = findings(trained.dir, "--set", f"data.blend={blend}")
+    assert re.search(r"step: step [4-7] was trained on samples or labels that differ", changed)
+
+
+def test_step_without_a_line_is_named(copied: Path) -> None:
+    """The chain and the records are consistent: the log was written again without a step."""
+    run = RunDirectory(copied)
+    lines = list(read_jsonl(run.log))
+    run.log.unlink()
+    append_jsonl(run.log, *lines[:3], *lines[4:])
+    run.record("end")
+    assert findings(copied) == "step: log.jsonl has no line for step 3 (1 are missing)"
+
+
 def test_file_that_nobody_recorded_is_a_warning(copied: Path) -> None:
     (copied / "notes.txt").write_text("mine")
     [warning] = [f for f in audit(copied)["findings"] if f["severity"] == "warning"]
@@ -295,6 +318,27 @@ def test_signature_shows_a_change_of_files_and_records(
     assert "config.json is missing, or is not the file that was signed" in findings(
         copied, "--key", public
     )
+
+
+def test_other_programs_can_verify_a_statement(copied: Path, keys: tuple[Path, Path]) -> None:
+    """The signature is that of DSSE, over an in-toto statement of every file and all tokens."""
+    private, public = keys
+    audit(copied, "--sign", private)
+    from cryptography.hazmat.primitives.serialization import load_pem_public_key  # noqa: PLC0415
+
+    envelope = json.loads((copied / "statement.json").read_text())
+    payload, kind = base64.b64decode(envelope["payload"]), envelope["payloadType"].encode()
+    signed = b" ".join([b"DSSEv1", b"%d" % len(kind), kind, b"%d" % len(payload), payload])
+    key: Any = load_pem_public_key(public.read_bytes())
+    key.verify(base64.b64decode(envelope["signatures"][0]["sig"]), signed)
+    digests = {s["name"]: s["digest"]["sha256"] for s in json.loads(payload)["subject"]}
+    for name, digest in digests.items():
+        assert hashlib.sha256((copied / name).read_bytes()).hexdigest() == digest
+    run = RunDirectory(copied)
+    weights = {p.relative_to(copied).as_posix() for p in run.checkpoints.glob("*/*.pt")}
+    assert weights and weights | set(run.recorded_names()) <= digests.keys()
+    prefix = Path(next(name for name in digests if name.endswith("train.meta.json")))
+    assert {str(prefix.with_name(f"train{end}")) for end in (".bin", ".idx")} <= digests.keys()
 
 
 def test_keys_that_cannot_sign(copied: Path, keys: tuple[Path, Path], tmp_path: Path) -> None:

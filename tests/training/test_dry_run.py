@@ -14,9 +14,7 @@ import numpy as np
 import pytest
 import yaml
 from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import PreTrainedTokenizerFast
+from tokenizers.models import BPE, WordLevel
 
 from megapack.cli.main import main
 from megapack.config import load_config, to_dict
@@ -30,6 +28,7 @@ from megapack.training.config import ModelConfig, PretrainConfig
 from megapack.training.dry_run import dry_run
 from megapack.training.engine.directory import CheckpointManifest
 from megapack.training.engine.inputs import Inputs, check_run, run_record
+from megapack.training.model import opening
 from megapack.training.model.flops import ModelFlops
 from megapack.training.monitoring.monitor import StepWork
 from megapack.training.pretrain import planned_model
@@ -69,6 +68,24 @@ def test_busiest_rank_equals_that_of_drawn_samples(
     found = re.findall(r"predicted: (\S+) per step, (\S+) per micro step", plan)
     assert found == [(f"{per_step:.4f}", f"{per_micro_step:.4f}")]
     assert (per_micro_step > 1.0005) == (ranks > 1), "the case must have an imbalance"
+
+
+def test_one_check_of_positions_serves_all_data(
+    corpus: Corpus, blend: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It builds and runs tiny models, and a blend may have hundreds of held-out datasets."""
+    config = load_config(PretrainConfig, blend_config(blend, corpus, tmp_path / "run"))
+    run, checked = Inputs(config), []
+    original = opening.check_positions
+
+    def check(configuration: Any, *, longest: int, **how: Any) -> None:
+        checked.append(longest)
+        original(configuration, longest=longest, **how)
+
+    monkeypatch.setattr(opening, "check_positions", check)
+    check_run(config, run, 1)
+    assert len(run.held_out) == 2
+    assert checked == [max(data.longest_position() for data in (run.data, *run.held_out))]
 
 
 def test_flops_are_those_of_the_whole_run(corpus: Corpus, blend: Path, tmp_path: Path) -> None:
@@ -155,25 +172,29 @@ def test_a_tokenizer_without_ids_of_the_documents(corpus: Corpus, tmp_path: Path
         dry_run(config)
 
 
+@pytest.mark.parametrize("names", [["tokenizer.json"], ["vocab.json", "merges.txt"]])
 def test_a_tokenizer_that_did_not_make_the_documents(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    names: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     text, prefix = tmp_path / "x.jsonl", tmp_path / "x"
-    text.write_text('{"text": "a b c a"}\n')
-    vocabularies = {"made": "abc", "other": "cba"}  # other ids for the same words
-    for name, letters in vocabularies.items():
-        model = WordLevel({letter: i for i, letter in enumerate(letters)}, unk_token="a")
-        tokenizer = Tokenizer(model)
-        tokenizer.pre_tokenizer = WhitespaceSplit()
-        (tmp_path / name).mkdir()
-        tokenizer.save(str(tmp_path / name / "tokenizer.json"))
+    text.write_text('{"text": "abca"}\n')
+    tokenizers = {"made": "abc", "other": "cba"}  # other ids for the same letters
+    for name, letters in tokenizers.items():
+        vocabulary = {token: i for i, token in enumerate(["<|endoftext|>", *letters, "ab"])}
+        folder = tmp_path / name
+        folder.mkdir()
+        if names == ["tokenizer.json"]:
+            Tokenizer(BPE(vocabulary, [("a", "b")])).save(str(folder / "tokenizer.json"))
+        else:
+            (folder / "vocab.json").write_text(json.dumps(vocabulary))
+            (folder / "merges.txt").write_text("#version: 0.2\na b\n")
     command = ["tokenize", "--input", text, "--tokenizer", tmp_path / "made"]
     assert main([*map(str, command), "--output-prefix", str(prefix)]) == 0
     data = PackedDataset(prefix, pack(IndexedDataset(prefix).document_lengths, buckets=[8]))
-    for name in vocabularies:
-        path = tmp_path / name
-        tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path / "tokenizer.json"))
-        check_tokenizer(str(path), tokenizer, SimpleNamespace(data=data))  # type: ignore[arg-type]
+    for name in tokenizers:
+        vocab = SimpleNamespace(get_vocab=lambda: {"<|endoftext|>": 0, "ab": 4})
+        inputs: Any = SimpleNamespace(data=data)
+        check_tokenizer(str(tmp_path / name), vocab, inputs)
         assert ("was tokenized with other files" in caplog.text) == (name == "other")
 
 

@@ -24,6 +24,8 @@ from megapack.packing import pack
 from megapack.storage import IndexedDataset, IndexedDatasetBuilder
 from megapack.training.mixtures import Evidence, design, propose
 
+from .processes import PRETRAIN, Zygote
+
 NAMES = ["web", "code", "math"]
 PRIOR = [0.6, 0.3, 0.1]
 # A trainer in place of megapack-pretrain, for tests of the runner: it logs losses that depend on
@@ -109,6 +111,10 @@ def test_evidence_survives_an_added_source_and_an_added_held_out_set() -> None:
     assert (found.num_trials, found.num_ignored) == (26, 0)
     removed = propose([*old, *new], NAMES, NAMES, PRIOR, limits=[1.0] * 3)
     assert (removed.num_trials, removed.num_ignored) == (20, 6)
+    unused = [Evidence({**e.weights, "chat": 0.0}, e.losses) for e in old]
+    assert propose(unused, NAMES, NAMES, PRIOR, limits=[1.0] * 3) == propose(
+        old, NAMES, NAMES, PRIOR, limits=[1.0] * 3
+    )
     with pytest.raises(DataError, match="20 finished trials"):
         propose(old, more, more, [0.25] * 4, limits=[1.0] * 4)  # no trial scored "chat"
     with pytest.raises(DataError, match="raise it, or add data"):
@@ -214,21 +220,50 @@ def test_command_prepares_runs_resumes_and_proposes(blend: Path) -> None:
         assert math.isclose(stage["weights"][name], weights[name] / before)
 
 
-def test_a_real_run_is_evidence(blend: Path) -> None:
+def test_a_run_that_was_validated_and_has_not_ended_is_no_evidence(blend: Path) -> None:
+    """It starts again, and its losses are those of the last step."""
+    [trial] = tried(blend, "--number", 1)["trials"]
+    run = Path(trial["command"][-1]).parent / "run"
+    run.mkdir()
+    early = {"step": 40, "source_loss": dict.fromkeys(NAMES, 9.0)}
+    (run / "evaluation.jsonl").write_text(json.dumps(early) + "\n")
+    assert tried(blend, "--number", 1)["trials"][0]["losses"] is None
+    [trial] = tried(blend, "--number", 1, "--run")["trials"]
+    assert list(trial["losses"].values()) == loss_of(PRIOR)
+    assert (run.parent / "starts").read_text() == "x"
+
+
+def train(zygote: Zygote, trial: dict[str, Any], log: Path) -> None:
+    """Train the run of a trial by its command, in a fork, which needs no imports."""
+    assert trial["command"][1:4] == ["-m", "megapack.training.pretrain", "--config"]
+    zygote.start([str(PRETRAIN), *trial["command"][3:]], 1, log).succeed()
+
+
+def test_a_real_run_is_evidence(blend: Path, zygote: Zygote) -> None:
     """megapack-pretrain scores the held-out documents of every source after the last step."""
     command = ("mixtures", blend / "run.yaml", blend / "tries", "--scale", "1/64", "--number", 1)
-    facts = json.loads(printed(*command, "--run", "--json"))
+    [trial] = json.loads(printed(*command, "--json"))["trials"]
+    train(zygote, trial, blend / "log")
+    facts = json.loads(printed(*command, "--json"))
     ((folder, losses),) = [(Path(t["command"][-1]).parent, t["losses"]) for t in facts["trials"]]
     assert losses.keys() == set(NAMES) and all(2 < loss < 12 for loss in losses.values())
     assert len((folder / "run" / "log.jsonl").read_text().splitlines()) == 5
-    assert json.loads(printed(*command, "--json"))["trials"] == facts["trials"]
+    assert json.loads(printed(*command, "--run", "--json"))["trials"] == facts["trials"]
 
 
-def started_command(folder: Path, *options: object, tries: str = "tries") -> subprocess.Popen[str]:
+def started_command(folder: Path, *options: object) -> subprocess.Popen[str]:
     """Start `megapack-build mixtures` in a new process group."""
-    words = ["mixtures", folder / "run.yaml", folder / tries, "--scale", "1/4", *options]
+    words = ["mixtures", folder / "run.yaml", folder / "tries", "--scale", "1/4", *options]
     command = [sys.executable, "-m", "megapack.cli.main", *map(str, words)]
-    return subprocess.Popen(command, stdout=-1, stderr=-1, text=True, start_new_session=True)
+    # A test run in the background of a shell ignores Ctrl-C, and so would its children.
+    return subprocess.Popen(
+        command,
+        stdout=-1,
+        stderr=-1,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
+    )
 
 
 def finish(process: subprocess.Popen[str]) -> Any:
@@ -237,7 +272,9 @@ def finish(process: subprocess.Popen[str]) -> Any:
     return json.loads(stdout)
 
 
-def test_sources_of_weight_0_are_not_drawn_and_their_documents_are_scored(blend: Path) -> None:
+def test_sources_of_weight_0_are_not_drawn_and_their_documents_are_scored(
+    blend: Path, zygote: Zygote
+) -> None:
     """Mixtures without a source, without stages; a source without weight and held-out documents
     is not part of the run. The real trainer, audit and report."""
     tree = yaml.safe_load((blend / "blend.yaml").read_text())
@@ -245,7 +282,8 @@ def test_sources_of_weight_0_are_not_drawn_and_their_documents_are_scored(blend:
     (blend / "blend.yaml").write_text(yaml.safe_dump(tree))
     (blend / "mixtures.yaml").write_text("mixtures: [{web: 1}]")
     command = ("mixtures", blend / "run.yaml", blend / "tries", "--scale", "1/64", "--json")
-    options = ("--design", blend / "mixtures.yaml", "--part", "1/2", "--run")
+    options = ("--design", blend / "mixtures.yaml")
+    train(zygote, json.loads(printed(*command, *options))["trials"][1], blend / "log")
     trial = json.loads(printed(*command, *options))["trials"][1]
     assert trial["weights"] == [1, 0, 0] and trial["losses"].keys() == {"web", "code"}
     run = Path(trial["command"][-1]).parent / "run"
@@ -279,7 +317,9 @@ def test_a_source_of_weight_0_in_a_stage_keeps_it(blend: Path) -> None:
 
 
 @pytest.mark.multiprocess
-def test_command_killed_while_a_run_trains_resumes_to_the_same_losses(blend: Path) -> None:
+def test_command_killed_while_a_run_trains_resumes_to_the_same_losses(
+    blend: Path, zygote: Zygote
+) -> None:
     """kill -9 of the command ends the run that it started; repeated at once, it waits for the end
     of that run, and resumes it."""
     tree = yaml.safe_load((blend / "run.yaml").read_text())
@@ -287,7 +327,8 @@ def test_command_killed_while_a_run_trains_resumes_to_the_same_losses(blend: Pat
     (blend / "run.yaml").write_text(yaml.safe_dump(tree))
     options = ("--number", 1, "--run", "--workers", 1, "--json")
     process = started_command(blend, *options)
-    calm = started_command(blend, *options, tries="calm")
+    calm = ("mixtures", blend / "run.yaml", blend / "calm", "--scale", "1/4", "--number", 1)
+    train(zygote, json.loads(printed(*calm, "--json"))["trials"][0], blend / "log")
 
     def trains() -> bool:
         assert process.poll() is None, process.communicate()
@@ -297,7 +338,7 @@ def test_command_killed_while_a_run_trains_resumes_to_the_same_losses(blend: Pat
     process.kill()
     process.communicate()
     [resumed] = finish(started_command(blend, *options))["trials"]
-    [undisturbed] = finish(calm)["trials"]
+    [undisturbed] = json.loads(printed(*calm, "--json"))["trials"]
     run, other = (Path(t["command"][-1]).parent / "run" for t in (resumed, undisturbed))
     assert len((run / "starts.jsonl").read_text().splitlines()) == 2
     losses = [[(line["step"], line["loss"]) for line in log_of(each)] for each in (run, other)]

@@ -3,6 +3,9 @@
 This process imports torch, DeepSpeed and transformers once and forks a child for every request
 (JSON, one per line). Children are ordinary processes with their own environment, which can be
 killed; they run a script as ``__main__``.
+
+With the path of a socket, it serves all test processes of a session: each connects to a fork of its
+own, until the test process that started it ends.
 """
 
 from __future__ import annotations
@@ -11,8 +14,13 @@ import gc
 import json
 import os
 import runpy
+import select
+import shutil
+import socket
 import sys
-from typing import Any
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TextIO
 
 # All imports of the scripts, before the first fork and before any thread exists.
 import deepspeed
@@ -51,27 +59,54 @@ def run_child(request: dict[str, Any]) -> None:
     leave_after(lambda: runpy.run_path(request["argv"][0], run_name="__main__"))
 
 
+def answer(requests: Iterable[str], answers: TextIO) -> None:
+    for line in requests:
+        request = json.loads(line)
+        if "wait" in request:
+            _, status = os.waitpid(request["wait"], 0)
+            print(os.waitstatus_to_exitcode(status), file=answers, flush=True)
+            continue
+        pid = os.fork()
+        if pid == 0:
+            run_child(request)
+        print(pid, file=answers, flush=True)
+
+
+def share(address: Path) -> None:
+    """Fork a process for every connection; it sends its process id, then answers requests."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(address))
+        listener.listen()
+        if os.fork():  # a timeout of the test process that started it must not end others' ranks
+            return
+        print("ready", flush=True)
+        while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
+            connection, _ = listener.accept()
+            if os.fork() == 0:
+                listener.close()
+                with connection.makefile("r") as requests, connection.makefile("w") as answers:
+                    print(os.getpid(), file=answers, flush=True)
+                    answer(requests, answers)
+                return
+            connection.close()
+    shutil.rmtree(address.parent, ignore_errors=True)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     # For inference only; every group of ranks would compile it for half a minute.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    if sys.argv[1:] == ["hurry"]:  # not in benchmarks, which measure defaults
+    if sys.argv[1:2] == ["hurry"]:  # not in benchmarks, which measure defaults
         fork_modules()
         assert Heartbeat.__init__.__kwdefaults__ is not None
         Heartbeat.__init__.__kwdefaults__["interval"] = 0.5  # detect lost ranks sooner
     gc.collect()
     gc.freeze()  # or children would scan the imported objects and copy their pages
-    print("ready", flush=True)
-    for line in sys.stdin:
-        request = json.loads(line)
-        if "wait" in request:
-            _, status = os.waitpid(request["wait"], 0)
-            print(os.waitstatus_to_exitcode(status), flush=True)
-            continue
-        pid = os.fork()
-        if pid == 0:
-            run_child(request)
-        print(pid, flush=True)
+    if sys.argv[2:]:
+        share(Path(sys.argv[2]))
+    else:
+        print("ready", flush=True)
+        answer(sys.stdin, sys.stdout)
 
 
 if __name__ == "__main__":

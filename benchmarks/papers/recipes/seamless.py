@@ -37,7 +37,7 @@ from papers.settings import WHOLE, engine
 
 from megapack.data import Schedule
 from megapack.packing import pack
-from megapack.packing.strategies import exact_ratio
+from megapack.packing.bucket_rules import exact_ratio
 from megapack.storage import read_document_lengths
 
 TITLE = "Seamless Packing (Yin et al.)"

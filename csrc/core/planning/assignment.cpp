@@ -69,7 +69,9 @@ void Assignment::open_bin(Bin bin) {
 }
 
 void Assignment::put(std::int64_t item, std::int64_t b) {
-    bins_[b].items.push_back(static_cast<std::int32_t>(item));
+    std::vector<std::int32_t>& items = bins_[b].items;
+    if (items.capacity() == 0) items.reserve(16);
+    items.push_back(static_cast<std::int32_t>(item));
     count(item, b, 1);
 }
 

@@ -36,7 +36,8 @@ class Exchange {
           families_(std::any_of(items_.family.begin(), items_.family.end(),
                                 [](std::int64_t family) { return family >= 0; })),
           paths_(kinds_),
-          weights_(kinds_) {
+          weights_(kinds_),
+          sides_(kinds_) {
         refresh();
     }
 
@@ -239,8 +240,7 @@ class Exchange {
         const bool share_rank = first_of(from) < end_of(to) && first_of(to) < end_of(from);
         if (share_rank) return;
         const bool same = barrier_of(first_of(from)) == barrier_of(first_of(to));
-        sides_.clear();
-        for (std::int64_t k = 0; k < kinds_; ++k) sides_.push_back(sides_of(from, to, k));
+        for (std::int64_t k = 0; k < kinds_; ++k) sides_[k] = sides_of(from, to, k);
         if (!same) {  // skip bins whose best possible gain is too small
             std::int64_t most = 0;
             for (std::int64_t k = 0; k < kinds_; ++k)
@@ -250,48 +250,57 @@ class Exchange {
         evaluate_items(from, to, same, focus, best);
     }
 
-    // Finds the best exchange of an item of one bin for an item of the other, or for no item. Looks
-    // up the few that may be better than `best` and fit.
+    // Finds the best exchange of an item of one bin for an item of the other, or for no item; of
+    // equal ones, that of the first places. Both bins' items ascend in cost and, usually, in
+    // tokens, so one pass over both finds the few exchanges that may be better than `best` and fit.
     void evaluate_items(std::int64_t from, std::int64_t to, bool same, std::int64_t focus,
                         Move& best) {
-        const auto &give = bins_[from].items, &get = bins_[to].items;
-        const auto movable = [&](std::int64_t item) {
-            return !families_ || items_.family[item] < 0;
-        };
-        budget_ -= std::count_if(give.begin(), give.end(), movable) * (ssize(get) + 1);
-        const Offers& offers = offers_of(to, focus);
+        budget_ -= num_movable(from) * (ssize(bins_[to].items) + 1);
+        const std::int64_t before = best.gain;
+        Range range = range_of(from, to, same, focus, before);
+        if (range.low > range.high) return;
+        const Offers &give = offers_of(from, focus), &get = offers_of(to, focus);
+        const bool tokens_rise = give.tokens_rise && get.tokens_rise;
         const std::int64_t giver_room = assignment_.free_tokens(from),
                            taker_room = assignment_.free_tokens(to);
-        Range range = range_of(from, to, same, focus, best.gain);
-        for (std::int64_t i = 0; i < ssize(give) && range.low <= range.high; ++i) {
-            const std::int64_t item = give[i];
-            const std::int64_t cost = items_.cost[item * kinds_ + focus];
-            if (cost < range.low || !movable(item)) continue;
-            const std::int64_t least_tokens = items_.tokens[item] - taker_room,
-                               most_tokens = items_.tokens[item] + giver_room;
-            const Move before = best;
-            const auto consider = [&](std::int64_t j) {
-                const std::int64_t other = j == kNone ? kNone : get[j];
-                const std::int64_t gain = gain_of(from, to, item, other, same, focus);
-                const bool better = gain > best.gain ||  // if equal, the first place wins
-                                    (gain == best.gain && gain > before.gain && j < best.get);
-                if (better && assignment_.fits(to, item, other) &&
-                    assignment_.fits(from, other, item) && below_ceilings(from, to, item, other))
-                    best = {gain, from, i, to, j};
-            };
-            if (ssize(give) > 1 && cost <= range.high && least_tokens <= 0) consider(kNone);
-            const auto end = offers.rising.end();
-            auto offer = offers.rising.begin();
-            if (offers.tokens_rise) offer = first_from(offers.rising, &Offer::tokens, least_tokens);
-            if (offer != end && offer->cost <= cost - range.low)  // rare if bins are full
-                offer = std::max(offer, first_from(offers.rising, &Offer::cost, cost - range.high));
-            for (; offer != end && offer->cost <= cost - range.low; ++offer)
-                if (offer->tokens >= least_tokens && offer->tokens <= most_tokens)
-                    consider(offer->place);
-                else if (offers.tokens_rise)
+        const auto consider = [&](std::int64_t i, std::int64_t j) {
+            const std::int64_t item = bins_[from].items[i],
+                               other = j == kNone ? kNone : bins_[to].items[j];
+            const std::int64_t gain = gain_of(from, to, item, other, same, focus);
+            const bool better =
+                gain > best.gain || (gain == best.gain && gain > before &&
+                                     std::pair(i, j) < std::pair(best.give, best.get));
+            if (!better || !assignment_.fits(to, item, other) ||
+                !assignment_.fits(from, other, item) || !below_ceilings(from, to, item, other))
+                return;
+            best = {gain, from, i, to, j};
+            range = range_of(from, to, same, focus, gain - 1);
+        };
+        const auto end = get.rising.end();
+        auto cheapest = get.rising.begin(), shortest = cheapest;
+        for (const Offer& offer : give.rising) {
+            if (offer.cost < range.low) continue;
+            const std::int64_t least_tokens = offer.tokens - taker_room,
+                               most_tokens = offer.tokens + giver_room;
+            if (ssize(bins_[from].items) > 1 && offer.cost <= range.high && least_tokens <= 0)
+                consider(offer.place, kNone);
+            if (tokens_rise) advance(shortest, end, &Offer::tokens, least_tokens);
+            if (shortest == end || shortest->cost > offer.cost - range.low) continue;
+            advance(cheapest, end, &Offer::cost, offer.cost - range.high);
+            for (auto other = std::max(cheapest, shortest);
+                 other != end && other->cost <= offer.cost - range.low; ++other)
+                if (other->tokens >= least_tokens && other->tokens <= most_tokens)
+                    consider(offer.place, other->place);
+                else if (tokens_rise)
                     break;
-            if (best.gain > before.gain) range = range_of(from, to, same, focus, best.gain);
         }
+    }
+
+    std::int64_t num_movable(std::int64_t b) const {
+        const auto& items = bins_[b].items;
+        if (!families_) return ssize(items);
+        return std::count_if(items.begin(), items.end(),
+                             [&](std::int64_t item) { return items_.family[item] < 0; });
     }
 
     // An item that a bin can give: its cost of a kind, its tokens, its place in the bin.
@@ -322,18 +331,16 @@ class Exchange {
         return offers;
     }
 
-    // Returns the first offer whose `number` is at least `least`; numbers ascend. Has no branches,
-    // because they would be mispredicted.
-    static std::vector<Offer>::const_iterator first_from(const std::vector<Offer>& offers,
-                                                         std::int64_t Offer::* number,
-                                                         std::int64_t least) {
-        auto first = offers.begin();
-        for (std::int64_t size = ssize(offers); size > 0;) {
-            const std::int64_t half = (size + 1) / 2;
-            first += first[half - 1].*number < least ? half : 0;
-            size -= half;
-        }
-        return first;
+    // Moves `first` to the first offer whose `number` is at least `least`; numbers ascend.
+    static void advance(std::vector<Offer>::const_iterator& first,
+                        std::vector<Offer>::const_iterator end, std::int64_t Offer::* number,
+                        std::int64_t least) {
+        constexpr std::int64_t kSteps = 16;
+        const auto near = end - first > kSteps ? first + kSteps : end;
+        while (first != near && (*first).*number < least) ++first;
+        if (first == near && near != end)
+            first = std::partition_point(first, end,
+                                         [&](const Offer& offer) { return offer.*number < least; });
     }
 
     struct Range {
@@ -564,14 +571,17 @@ std::int64_t balance(Assignment& assignment, std::int64_t budget) {
     const std::int64_t least = (8 + assignment.items().kinds) * assignment.items().unit;
     const Random chance(0);
     std::uint64_t word = 0;
+    Assignment before(assignment.items(), assignment.rules(), assignment.num_micro_batches());
+    bool saved = false;
     for (std::int64_t failures = 0; failures < kMostFailures && unused > 0 &&
                                     assignment.num_bins() > 1 && best > least + (least >> 12);
          ++failures) {
-        const Assignment before = assignment;
+        if (!saved) before.restore(assignment);
         std::int64_t now = best;
         unused -= assignment.items().size() + assignment.num_bins();
         if (perturb(assignment, chance, word)) std::tie(unused, now) = descend(assignment, unused);
-        if (now >= best) assignment.restore(before);
+        saved = now >= best;
+        if (saved) assignment.restore(before);
         if (now < best) failures = 0;
         best = std::min(best, now);
     }

@@ -406,27 +406,43 @@ Document Pool::take(std::int64_t length) {
     return document;
 }
 
+// Replaces the largest element of a heap by a smaller one: half the work of a pop and a push.
+template <typename T>
+void lower_top(std::vector<T>& heap, const T& value) {
+    std::int64_t at = 0;
+    for (std::int64_t child = 1; child < ssize(heap); child = 2 * at + 1) {
+        if (child + 1 < ssize(heap) && heap[child] < heap[child + 1]) ++child;
+        if (!(value < heap[child])) break;
+        heap[at] = heap[child];
+        at = child;
+    }
+    heap[at] = value;
+}
+
 // Places each document in the group whose ranks lack the most tokens; false if one cannot fit.
 bool assign_to_emptiest(Groups& groups, Span<const Document> documents) {
     using Entry = std::pair<std::int64_t, std::int64_t>;  // tokens missing per rank, -group
     const auto entry = [&](std::int64_t g) {
         return Entry{groups.missing(g, groups.mean_tokens()) / groups[g].degree, -g};
     };
-    std::vector<Entry> entries;
-    for (std::int64_t g = 0; g < groups.size(); ++g) entries.push_back(entry(g));
-    std::priority_queue<Entry> emptiest(entries.begin(), entries.end());
+    std::vector<Entry> emptiest;  // a heap
+    for (std::int64_t g = 0; g < groups.size(); ++g) emptiest.push_back(entry(g));
+    std::make_heap(emptiest.begin(), emptiest.end());
     std::vector<Entry> skipped;  // groups without room for the document
     for (const Document& document : documents) {
-        while (!emptiest.empty() && !groups.has_room(-emptiest.top().second, document)) {
-            skipped.push_back(emptiest.top());
-            emptiest.pop();
+        while (!emptiest.empty() && !groups.has_room(-emptiest[0].second, document)) {
+            skipped.push_back(emptiest[0]);
+            std::pop_heap(emptiest.begin(), emptiest.end());
+            emptiest.pop_back();
         }
         if (emptiest.empty()) return false;
-        const std::int64_t g = -emptiest.top().second;
-        emptiest.pop();
+        const std::int64_t g = -emptiest[0].second;
         groups.place(document, g);
-        emptiest.push(entry(g));
-        for (const Entry& other : skipped) emptiest.push(other);
+        lower_top(emptiest, entry(g));
+        for (const Entry& other : skipped) {
+            emptiest.push_back(other);
+            std::push_heap(emptiest.begin(), emptiest.end());
+        }
         skipped.clear();
     }
     return true;

@@ -149,6 +149,10 @@ std::int64_t ceil_div(std::int64_t a, std::int64_t b) {
 // Documents of every item, and its family (see Items).
 class Members {
   public:
+    explicit Members(std::int64_t num_documents = 0) {
+        for (auto* values : {&family, &documents_, &begin_}) values->reserve(num_documents + 1);
+    }
+
     std::int64_t size() const { return ssize(family); }
     Span<const std::int64_t> operator[](std::int64_t item) const {
         return {documents_.data() + begin_[item], begin_[item + 1] - begin_[item]};
@@ -177,7 +181,7 @@ Members single_documents(Span<const std::int64_t> lengths) {
         order[i] = static_cast<std::uint64_t>((std::int64_t{1} << 28) - lengths[i]) << 32 |
                    static_cast<std::uint64_t>(i);
     std::sort(order.begin(), order.end());
-    Members members;
+    Members members(lengths.size());
     for (const std::uint64_t key : order) {
         members.add_item();
         members.add(static_cast<std::uint32_t>(key));
@@ -249,6 +253,8 @@ Members whole_groups(Span<const std::int64_t> lengths, const Costs& costs,
 Items make_items(Span<const std::int64_t> lengths, const Costs& costs, const Members& members,
                  const StepRules& rules) {
     Items items;
+    for (auto* values : {&items.tokens, &items.squares, &items.documents})
+        values->reserve(members.size());
     items.kinds = costs.kinds();
     items.family = members.family;
     for (std::int64_t k = 0; k < costs.num_caps(); ++k) items.cap.push_back(costs.cap(k));

@@ -198,7 +198,11 @@ def _column_path(
                     f"{path}: {key!r} is a folder of the path ({folder}), not a column of the "
                     f"file; give {option} one of: {known}"
                 )
-        raise DataError(f"{path}: column {key!r} is missing among: {known}; see {option}")
+        types = _TEXT_TYPES if option == "--json-key" else _LIST_TYPES
+        fitting = [field.name for field in schema if str(field.type).startswith(types)]
+        is_clear = option in ("--json-key", "--messages-key") and len(fitting) == 1
+        remedy = f"give {option} {fitting[0]}" if is_clear else f"see {option}"
+        raise DataError(f"{path}: column {key!r} is missing among: {known}; {remedy}")
     if schema.names.count(names[0]) > 1:
         raise DataError(f"{path}: there are several columns {names[0]!r}; rename all but one")
     return names

@@ -217,12 +217,18 @@ def check_run(config: PretrainConfig, run: PlannedRun, num_ranks: int) -> Any:
         indices, room = run.schedule.samples.indices, run.schedule.samples.fim_room
         row = run.schedule.config.row_tokens
         what = "the training data"
-        _check_positions(indices, architecture, positions, what, room=room, row_tokens=row)
+        longest = _check_positions(
+            indices, architecture, positions, what, room=room, row_tokens=row
+        )
         if isinstance(run, Inputs):
             check_labels(run.schedule, run.num_steps)
             valid = _valid_positions(positions)
             for data in run.held_out:
-                _check_positions(data.samples.indices, architecture, valid, str(data))
+                found = _check_positions(data.samples.indices, architecture, valid, str(data))
+                longest = max(longest, found)
+        # Building and running tiny models takes most of this time, so all data share one check.
+        check_document_positions(architecture, longest)
+        if isinstance(run, Inputs):
             for data in (run.data, *run.held_out):
                 check_token_ids(data, architecture.vocab_size)
             if config.distill is not None:
@@ -308,9 +314,10 @@ def _check_positions(
     *,
     room: int = 0,
     row_tokens: int | None = None,
-) -> None:
-    """Check that the model has enough positions; ``room``: tokens that fill-in-the-middle may add
-    to a document, within its bucket."""
+) -> int:
+    """Check that the model has enough positions, and return the largest number of positions of a
+    document or of padding; ``room``: tokens that fill-in-the-middle may add to a document, within
+    its bucket."""
     bucket = max(int(index.bucket_capacity.max()) for index in indices)
     in_documents = positions == "document"
     reaches = [i.longest_reach if in_documents else i.longest_segment for i in indices]
@@ -326,9 +333,7 @@ def _check_positions(
             f"(data.positions: {positions}; largest bucket {bucket}); pack into buckets of at most "
             f"{limit.tokens}{cut}, or {limit.remedy}"
         )
-    check_document_positions(
-        architecture, longest_position(indices, positions=positions, row_tokens=row_tokens)
-    )
+    return longest_position(indices, positions=positions, row_tokens=row_tokens)
 
 
 def open_validation(

@@ -111,7 +111,7 @@ def test_missing_values_are_faults(tmp_path: Path, name: str) -> None:
     assert texts == ["a", "b", "c"]
     assert faults.counts == {"missing value": 1, "empty document": 1}
     assert [str(place) for place in faults.places["empty document"]] == [f"{path} row 3"]
-    with pytest.raises(DataError, match=r"column 'body' is missing among: text, n"):
+    with pytest.raises(DataError, match=r"'body' is missing among: text, n; give --json-key text"):
         read(path, json_key="body")
     with pytest.raises(DataError, match=r"'n' has type int64; it must have strings"):
         read(path, json_key="n")

@@ -278,6 +278,23 @@ def test_finished_build_is_found_by_contents(
         run_build(copy)
 
 
+def test_finished_build_of_many_files_is_found_by_contents(
+    tmp_path: Path, run_build: Build
+) -> None:
+    """More files than digests in one task: each is compared with its own."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for i in range(80):
+        (folder / f"{i:02}.txt").write_text(f"document {i:02}")
+    run_build(folder)
+    for path in folder.iterdir():
+        os.utime(path, ns=(1, 1))
+    assert run_build(folder).state == "complete"
+    (folder / "77.txt").write_text("Document 77")
+    with pytest.raises(ConfigError, match="it was built with a different plan"):
+        run_build(folder)
+
+
 def test_other_dataset_is_not_replaced(tmp_path: Path, corpus: Path, run_build: Build) -> None:
     for suffix in ("bin", "idx"):
         (tmp_path / f"out.{suffix}").write_bytes(b"somebody's")
