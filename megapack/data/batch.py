@@ -461,13 +461,15 @@ class Buffers(dict[str, Any]):
     def shaped(self, shape: tuple[int, int]) -> dict[str, Any]:
         """Return views of the given shape."""
         if shape not in self._shaped:
-            leading, shaped = self._leading, {}
+            leading, first = self._leading, next(iter(self.values()))
+            if first.shape[:leading] == shape:  # so they all have it
+                self._shaped[shape] = dict(self)
+                return self._shaped[shape]
+            shaped = {}
             for name, tensor in self.items():
-                if tensor.shape[:leading] != shape:
-                    # torch's view is faster than its reshape; numpy's view is another function.
-                    reshape = tensor.reshape if isinstance(tensor, np.ndarray) else tensor.view
-                    tensor = reshape(*shape, *tensor.shape[leading:])  # noqa: PLW2901
-                shaped[name] = tensor
+                # torch's view is faster than its reshape; numpy's view is another function.
+                reshape = tensor.reshape if isinstance(tensor, np.ndarray) else tensor.view
+                shaped[name] = reshape(*shape, *tensor.shape[leading:])
             self._shaped[shape] = shaped
         return self._shaped[shape]
 

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -292,6 +293,8 @@ def emit(batch: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
     names = [*column_names(batch), *(name for name in MTP_TARGETS if name in batch)]
     check_columns(names, dialect)
     carried = {name: batch[name] for name in names}
+    if (renamed := _renamed(batch, dialect)) is not None:
+        return renamed | carried
     batch, wrap = _on_cpu(batch)
     if "cu_seqlens_padded" in batch and not dialect.padded_ends:
         raise ConfigError(
@@ -338,6 +341,42 @@ def emit(batch: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
     wrapped = {id(v): wrap(v) for v in out.values() if isinstance(v, np.ndarray)}
     out = {key: wrapped.get(id(value), value) for key, value in out.items()} | carried
     return {key: value.flatten() for key, value in out.items()} if dialect.flat else out
+
+
+@cache
+def _new_names(dialect: Dialect) -> dict[str, str] | None:
+    """Return the entry of a batch that each key of a dialect has, if the dialect changes nothing
+    but names and the labels of positions without a loss; else None."""
+    if dialect.labels is None or dialect.mask is None or dialect.positions is None:
+        return None
+    names = {
+        dialect.tokens: "tokens",
+        dialect.labels: "labels",
+        dialect.mask: "loss_mask",
+        dialect.positions: "position_ids",
+        **dict.fromkeys(dialect.ends, "cu_seqlens"),
+        **dict.fromkeys(dialect.padded_ends, "cu_seqlens_padded"),
+        **dict.fromkeys(dialect.longest, "max_seqlen"),
+    }
+    usual = ("name", "tokens", "labels", "ignored", "mask", "positions")
+    usual += ("ends", "padded_ends", "longest", "columns")
+    same = {field: getattr(dialect, field) for field in usual}
+    return names if dialect == Dialect(**same) else None
+
+
+def _renamed(batch: Mapping[str, Any], dialect: Dialect) -> dict[str, Any] | None:
+    """Return a batch of tensors on the CPU in a dialect that only renames: the general way takes
+    a sixth of the time of a micro batch of one row. None: it takes the general way."""
+    names, labels = _new_names(dialect), batch["labels"]
+    if names is None or isinstance(labels, np.ndarray) or labels.device.type != "cpu":
+        return None
+    if "cu_seqlens_padded" in batch and not dialect.padded_ends:
+        return None
+    out = {key: batch[name] for key, name in names.items() if name in batch}
+    if dialect.ignored != IGNORED:
+        assert dialect.labels is not None, "such a dialect has labels"
+        out[dialect.labels] = wrapper("torch")(np.maximum(labels.numpy(), dialect.ignored))
+    return out
 
 
 def refuse_windows(windows: list[int], reason: str, *, remedy: str = "") -> None:

@@ -261,7 +261,7 @@ class RowDataset(GatheredRows, Dataset[dict[str, Tensor]]):
 
     def _gather(self, block: int, within: list[int]) -> dict[str, Tensor]:
         step, places = self._block(block)
-        positions = places[within].reshape(-1)
+        positions = places.take(within, axis=0).reshape(-1)
         if self.finite:
             # Samples must come before empty places: gather the rows in ascending order, then
             # reorder.
@@ -272,7 +272,7 @@ class RowDataset(GatheredRows, Dataset[dict[str, Tensor]]):
             positions = positions[positions >= 0]
         layout = self._layout(len(within))
         batch = self.packed.micro_batch(
-            step.sample_ids[positions],
+            step.sample_ids.take(positions),
             layout=layout,
             capacity=step.capacity,
             out=self._buffers.take(len(within), self.options.sequence_length),
