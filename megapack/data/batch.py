@@ -469,13 +469,15 @@ class Buffers(dict[str, Any]):
     def shaped(self, shape: tuple[int, int]) -> dict[str, Any]:
         """Return views of the given shape."""
         if shape not in self._shaped:
-            leading, shaped = self._leading, {}
+            leading, first = self._leading, next(iter(self.values()))
+            if first.shape[:leading] == shape:  # so they all have it
+                self._shaped[shape] = dict(self)
+                return self._shaped[shape]
+            shaped = {}
             for name, tensor in self.items():
-                if tensor.shape[:leading] != shape:
-                    # torch's view is faster than its reshape; numpy's view is another function.
-                    reshape = tensor.reshape if isinstance(tensor, np.ndarray) else tensor.view
-                    tensor = reshape(*shape, *tensor.shape[leading:])  # noqa: PLW2901
-                shaped[name] = tensor
+                # torch's view is faster than its reshape; numpy's view is another function.
+                reshape = tensor.reshape if isinstance(tensor, np.ndarray) else tensor.view
+                shaped[name] = reshape(*shape, *tensor.shape[leading:])
             self._shaped[shape] = shaped
         return self._shaped[shape]
 
@@ -516,8 +518,8 @@ class ReusedBuffers:
     def __init__(self, columns: Columns | None = None) -> None:
         self._pool = _core.MemoryPool(self.MAX_BLOCKS)
         self._columns = columns or {}
-        self._fields = _fields(self._columns)
-        self._token_bytes = sum(field.token_bytes for field in self._fields)
+        self._fields = [(field, field.token_bytes) for field in _fields(self._columns)]
+        self._token_bytes = sum(token_bytes for _, token_bytes in self._fields)
 
     def take(self, rows: int, row_tokens: int) -> Buffers:
         """Return buffers of the given shape, not cleared."""
@@ -526,15 +528,16 @@ class ReusedBuffers:
         num_tokens = rows * row_tokens
         tensors, arrays, begin = {}, {}, 0
         block = self._pool.take(num_tokens * self._token_bytes)
-        for field in self._fields:
-            name, end = field.name, begin + num_tokens * field.token_bytes
+        for (name, dtype, numpy_dtype, shape, is_column), token_bytes in self._fields:
+            end = begin + num_tokens * token_bytes
             # A tensor keeps a reference to its array, and the array to the block.
-            arrays[name] = block[begin:end]
-            if field.is_column:
-                numbers = torch.from_numpy(arrays[name]).view(getattr(torch, field.dtype))
-                tensors[name] = numbers.view(rows, row_tokens, *field.shape)
+            array = block[begin:end]
+            if is_column:
+                numbers = torch.from_numpy(array).view(getattr(torch, dtype))
+                tensors[name] = numbers.view(rows, row_tokens, *shape)
             else:
-                arrays[name] = arrays[name].view(field.numpy_dtype)
-                tensors[name] = torch.from_numpy(arrays[name].reshape(rows, row_tokens))
+                array = array.view(numpy_dtype)
+                tensors[name] = torch.from_numpy(array.reshape(rows, row_tokens))
+            arrays[name] = array
             begin = end
         return Buffers(tensors, arrays, self._columns, 2)
