@@ -86,7 +86,6 @@ class PoolWriter {
         if (all_sorted) {
             write_columns(out_, columns_, sorted, lengths_, 0, pattern.count, at.sample,
                           at.segment);
-            write_lengths(out_, columns_, at.segment, pattern.count);
         } else {
             write_one_by_one(pattern.count, sorted, at);
         }

@@ -72,24 +72,20 @@ class TailBegins {
     std::uint32_t put_ = 0, written_ = 0;  // both wrap at 2^32
 };
 
-// Writes the lengths of segments [segment, segment + rows * columns.size()), which repeat from
-// sample to sample.
+// Writes lengths and start positions of segments [segment, segment + rows * columns.size()):
+// lengths repeat from sample to sample, start positions are 0 (TailBegins corrects those of tails).
 template <typename Id, typename Length>
-void write_lengths(const Samples<Id, Length>& out, const std::vector<Column>& columns,
+void write_pattern(const Samples<Id, Length>& out, const std::vector<Column>& columns,
                    std::int64_t segment, std::int64_t rows) {
     const std::int64_t width = columns.size(), size = rows * width;
-    const std::int64_t block = samples_in_block(columns) * width;  // stays in the nearest cache
     std::int32_t* const length = out.segment_length.data() + segment;
     for (std::int64_t k = 0; k < width; ++k) length[k] = columns[k].kept;
-    for (std::int64_t done = width; done < size;) {
-        const std::int64_t more = std::min({done, block, size - done});
-        std::copy_n(length, more, length + done);
-        done += more;
-    }
+    for (std::int64_t done = width; done < size; done *= 2)
+        std::copy_n(length, std::min(done, size - done), length + done);
+    std::fill_n(out.segment_begin.data() + segment, size, Length{0});
 }
 
-// Writes samples [begin, end) of `columns` to `out`, from `sample` and `segment` on, without the
-// lengths of their segments.
+// Writes samples [begin, end) of `columns` to `out`, from `sample` and `segment` on.
 template <typename Id, typename Length>
 void write_columns(const Samples<Id, Length>& out, const std::vector<Column>& columns,
                    const SortedRests<Id>& sorted, Span<const Length> lengths, std::int64_t begin,
@@ -101,8 +97,7 @@ void write_columns(const Samples<Id, Length>& out, const std::vector<Column>& co
         const std::int64_t count = std::min(block, end - begin);
         prefetch_columns(columns, sorted, begin + count, std::min(begin + count + block, end));
         for (std::int64_t i = 0; i < count; ++i) out.open_sample(sample + i, segment + i * width);
-        // TailBegins corrects the start positions of tails.
-        std::fill_n(out.segment_begin.data() + segment, count * width, Length{0});
+        write_pattern(out, columns, segment, count);
         std::int64_t at = segment;
         for (const Column& column : columns) {
             const Id* ids = sorted.ids.data() + column.first + begin * column.stride;

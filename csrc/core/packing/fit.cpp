@@ -12,7 +12,6 @@
 #include <algorithm>
 #include <functional>
 #include <queue>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -231,26 +230,15 @@ class Bins {
     std::int64_t num_segments() const { return runs_.back().first_segment; }
     std::int64_t lost_tokens() const { return lost_tokens_; }
 
-    // Writes every bin as a sample. Lengths come last if the sorted rests are in their memory.
+    // Writes every bin as a sample.
     void write(const Samples<Id, Length>& out, std::int64_t sample, std::int64_t segment,
                int threads) const {
-        const bool shared = sorted_.owned.size() == 0;
         for_each_part(threads, num_bins(), threads, [&](std::int64_t, Part range) {
             for_each_run(range, [&](const Contents& run, Part bins) {
                 prefetch_first_block(&run + 1);
-                const std::int64_t at =
-                    segment + run.first_segment + bins.begin * ssize(run.columns);
                 write_columns(out, run.columns, sorted_, lengths_, bins.begin, bins.end,
-                              sample + run.first_bin + bins.begin, at);
-                if (!shared) write_lengths(out, run.columns, at, bins.size());
-            });
-        });
-        if (!shared) return;
-        for_each_part(threads, num_bins(), threads, [&](std::int64_t, Part range) {
-            for_each_run(range, [&](const Contents& run, Part bins) {
-                write_lengths(out, run.columns,
-                              segment + run.first_segment + bins.begin * ssize(run.columns),
-                              bins.size());
+                              sample + run.first_bin + bins.begin,
+                              segment + run.first_segment + bins.begin * ssize(run.columns));
             });
         });
     }
@@ -427,19 +415,9 @@ Samples<Id, Length> pack_fit_decreasing(const Lengths<Length>& lengths, const Fi
     const std::int64_t chunks = sort.num_chunks();
     // A rest has at most one segment; extra_capacity may drop some.
     Samples<Id, Length> out({capacity}, {0, chunks + plan.num_bins()}, chunks + sort.num_rests());
-    const auto on_chunk = [&](std::int64_t chunk, Id document, Length begin) {
+    const SortedRests<Id> sorted = sort.sort([&](std::int64_t chunk, Id document, Length begin) {
         out.put_alone(chunk, document, begin, capacity);
-    };
-    // Fresh memory is half of the time: the sorted rests use that of the lengths. For few documents
-    // a second pass over the bins costs more.
-    constexpr std::int64_t kMany = std::int64_t{1} << 20;
-    const SortedRests<Id> sorted = [&] {
-        if constexpr (std::is_same_v<Id, std::int32_t>)
-            if (sort.num_rests() >= kMany)
-                return sort.sort_into({out.segment_length.data() + chunks, sort.num_rests()},
-                                      on_chunk);
-        return sort.sort(on_chunk);
-    }();
+    });
     run.progress.advance(n);
     const Bins<Id, Length> bins(plan, plan.runs, sorted, lengths, capacity);
     bins.write(out, chunks, chunks, run.threads);

@@ -24,8 +24,7 @@ struct PlainCut {
 // Rests by length; equal lengths in document order. A tail is stored as ~document.
 template <typename Id>
 struct SortedRests {
-    Buffer<Id> owned;  // empty if the ids are in memory of the caller
-    Span<Id> ids;
+    Buffer<Id> ids;
     std::vector<std::int64_t> class_begin;  // (classes + 1): offset of class l in `ids`
 };
 
@@ -57,6 +56,7 @@ class LengthSort {
         return sum;
     }
 
+    // Memory of the counts, which sort() turns into positions.
     std::int64_t num_bytes() const {
         return num_classes_ *
                static_cast<std::int64_t>(threads_ * sizeof(Id) + sizeof(std::int64_t));
@@ -66,17 +66,10 @@ class LengthSort {
     // numbered in document order.
     template <typename OnChunk>
     SortedRests<Id> sort(OnChunk on_chunk) {
-        Buffer<Id> owned(num_rests());
-        SortedRests<Id> sorted = sort_into(owned, on_chunk);
-        sorted.owned = std::move(owned);
-        return sorted;
-    }
-    // The same into memory for num_rests() ids.
-    template <typename OnChunk>
-    SortedRests<Id> sort_into(Span<Id> ids, OnChunk on_chunk) {
-        SortedRests<Id> sorted{{}, ids, lay_out(next_, num_classes_)};
-        for_each_part(threads_, documents_.size(), threads_,
-                      [&](std::int64_t p, Part range) { scatter(p, range, ids.data(), on_chunk); });
+        SortedRests<Id> sorted{Buffer<Id>(num_rests()), lay_out(next_, num_classes_)};
+        for_each_part(threads_, documents_.size(), threads_, [&](std::int64_t p, Part range) {
+            scatter(p, range, sorted.ids.data(), on_chunk);
+        });
         return sorted;
     }
 
