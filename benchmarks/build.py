@@ -47,8 +47,9 @@ from common import Timing, in_turns, quick, timed, write_results
 from tokenizers import Tokenizer
 
 from megapack.tokenization.corpus.documents import Faults, ReadOptions
-from megapack.tokenization.corpus.inputs import Piece, find_inputs
+from megapack.tokenization.corpus.inputs import find_inputs
 from megapack.tokenization.corpus.readers import line_blocks, read_jsonl_blocks
+from megapack.tokenization.corpus.streams import Piece
 
 CORPUS_MB = 200 if quick() else 800
 SLOW_MB = 16 if quick() else 200

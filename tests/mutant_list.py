@@ -308,7 +308,7 @@ list_in_force: work and labels are counted with documents of the newest list
 - first_lists <= self.num_lists
 + first_lists < self.num_lists
 
-megapack/data/sources.py: masking
+megapack/data/exclusions.py: masking
 list_digest: an edited list of as many documents passes for the old one
 - f"{len(masked)} documents, xxh3 {digest}"
 + f"{len(masked)} documents, xxh3 "

@@ -22,12 +22,12 @@ if TYPE_CHECKING:  # public names and their modules, for type checkers and the c
     from megapack.data.blend import Stage as Stage
     from megapack.data.blend import load_blend as load_blend
     from megapack.data.dataset import PackedDataset as PackedDataset
-    from megapack.data.dataset import check_token_ids as check_token_ids
     from megapack.data.dataset import open_blend as open_blend
     from megapack.data.fim import FimConfig as FimConfig
     from megapack.data.fim import Sentinels as Sentinels
     from megapack.data.loader import PackedLoader as PackedLoader
     from megapack.data.loader import build_loader as build_loader
+    from megapack.data.report import check_token_ids as check_token_ids
     from megapack.data.report import plan_exclusions as plan_exclusions
     from megapack.data.report import plan_run as plan_run
     from megapack.data.report import unseen_documents as unseen_documents

@@ -1,6 +1,6 @@
 """PackedDataset: samples of an index, gathered from documents by one C++ call per micro batch.
 
-``check_token_ids`` compares the token ids of the documents with a model's vocabulary.
+``open_blend`` opens the sources of a manifest as one dataset.
 
     packed = PackedDataset("docs", "docs.samples")
     packed[7]["tokens"].shape                       # -> (2048,), the capacity of sample 7
@@ -47,10 +47,17 @@ from megapack.data.documents import (
     carried_columns,
     open_sources,
 )
+from megapack.data.exclusions import Exclusions
 from megapack.data.fim import Fim, FimConfig, FimDraw, check_fim, open_fim
 from megapack.data.picture import Sample
 from megapack.data.sample_order import Scores
-from megapack.data.sources import Exclusions, LabelTotals, SampleSource, check_has_groups
+from megapack.data.sources import (
+    LabelTotals,
+    SampleSource,
+    check_has_groups,
+    check_tree_options,
+    check_tree_run,
+)
 from megapack.data.steps import PLAIN, Attention, Loss, StepView
 from megapack.errors import ArgumentError, ConfigError, FormatError
 from megapack.packing.sharded import SourceIndex
@@ -224,7 +231,7 @@ class PackedDataset(_Dataset):
         )
         mixture.check_alignment(self._options["alignment"])
         if self.samples.attention == "tree":
-            _check_tree_run(self.samples)
+            check_tree_run(self.samples)
         shards = self.samples.shards
         rules = {key: v for key, v in self._options.items() if key != "num_mtp_targets"}
         self._gatherer = _core.Gatherer(
@@ -535,62 +542,6 @@ class PackedDataset(_Dataset):
 # ---- Prefix trees
 
 _OF_TREES = ("stream", "exact")  # layout of a batch
-
-
-def check_tree_options(options: Mapping[str, Any]) -> None:
-    """Raise ConfigError for options of PackedDataset that attention ``tree`` does not have."""
-    fixed = {
-        "positions": (("segment", "document"), "positions are depths: leave it out"),
-        "label_boundary": (("document",), "a path is one document: leave it out"),
-        "alignment": ((1,), "context parallelism cannot divide a path: leave align out"),
-        "num_mtp_targets": ((0,), "several tokens may follow one: leave it out"),
-    }
-    for name, (allowed, reason) in fixed.items():
-        if options[name] not in allowed:
-            raise ConfigError(f"{name} is {options[name]} with attention: tree; {reason}")
-
-
-def _check_tree_run(samples: SampleSource) -> None:
-    """Raise ConfigError for settings of the run that attention ``tree`` does not have."""
-    excluded = [samples.names[source] for source in samples.exclusions.sources]
-    unsupported = {
-        "attention_window": (samples.windows, "a window would cut paths"),
-        "fim": (samples.fim and "on", "it moves tokens, so prefixes would differ"),
-        "columns": (list(samples.columns), "documents that share a token may differ in them"),
-        "exclude": (excluded, "pack the source without these documents (--documents)"),
-    }
-    for name, (value, reason) in unsupported.items():
-        if value:
-            raise ConfigError(f"{name} is {value} with attention: tree; {reason}: leave {name} out")
-
-
-# ---- Token ids within a model's vocabulary
-
-
-def check_token_ids(data: PackedDataset, vocab_size: int) -> None:
-    """Check that the model has an embedding for every id of the documents and their labels.
-
-    Args:
-        data: dataset of the run.
-        vocab_size: rows of the model's embedding.
-
-    Raises:
-        ConfigError: an id is too large; the message names the dataset and its largest id.
-    """
-    fim = data.samples.fim
-    if fim is not None and fim.largest_id >= vocab_size:
-        raise ConfigError(
-            f"fim writes token id {fim.largest_id}, and the model has ids below {vocab_size}: give "
-            "it a larger vocabulary, or choose other sentinels"
-        )
-    for source in data.datasets:
-        prefix, largest = source.largest_token_id(vocab_size)
-        if largest >= vocab_size:
-            raise ConfigError(
-                f"{prefix} holds token id {largest}, and the model has ids below "
-                f"{vocab_size}; tokenize with the model's own tokenizer, or give the model a "
-                "larger vocabulary"
-            )
 
 
 @checked_call

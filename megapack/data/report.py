@@ -3,6 +3,7 @@
 - ``plan_run``: steps, buckets, shares and epochs of every source; ``check_epochs`` refuses, and
   ``often_repeated`` warns of, sources that are repeated too often.
 - ``unseen_documents``, ``plan_exclusions``: documents that a run has not seen, or masks.
+- ``check_token_ids``: compares the token ids of the documents with a model's vocabulary.
 
     print(plan_run(schedule, 1000).table())
     # ->  weight       realised    epochs  repeated      samples  source
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +31,9 @@ from megapack.data.sources import segments_of
 from megapack.data.steps import StepView
 from megapack.errors import ConfigError
 from megapack.units import counted
+
+if TYPE_CHECKING:
+    from megapack.data.dataset import PackedDataset
 
 Ids = NDArray[np.int64]
 
@@ -410,3 +414,32 @@ def steps_without_labels(schedule: Schedule, num_steps: int) -> str | None:
     among = "" if num_counted == num_steps else f" among the first {num_counted:,}"
     counts = f"{num_empty:,} of {num_counted:,}"
     return f"steps without a label{among}: {counts} (loss 0, nothing is learned)"
+
+
+# ---- Token ids within a model's vocabulary
+
+
+def check_token_ids(data: PackedDataset, vocab_size: int) -> None:
+    """Check that the model has an embedding for every id of the documents and their labels.
+
+    Args:
+        data: dataset of the run.
+        vocab_size: rows of the model's embedding.
+
+    Raises:
+        ConfigError: an id is too large; the message names the dataset and its largest id.
+    """
+    fim = data.samples.fim
+    if fim is not None and fim.largest_id >= vocab_size:
+        raise ConfigError(
+            f"fim writes token id {fim.largest_id}, and the model has ids below {vocab_size}: give "
+            "it a larger vocabulary, or choose other sentinels"
+        )
+    for source in data.datasets:
+        prefix, largest = source.largest_token_id(vocab_size)
+        if largest >= vocab_size:
+            raise ConfigError(
+                f"{prefix} holds token id {largest}, and the model has ids below "
+                f"{vocab_size}; tokenize with the model's own tokenizer, or give the model a "
+                "larger vocabulary"
+            )

@@ -54,7 +54,7 @@ from megapack.data.bucket_streams import (
 from megapack.data.picture import Bar, picture
 from megapack.data.program import resolve
 from megapack.data.sample_order import Epochs
-from megapack.data.sources import HasSamples, SampleSource, Shards
+from megapack.data.sources import HasSamples, SampleSource, check_tokens_once
 from megapack.data.stage_settings import Program, StageSettings, spans, tokens_before
 from megapack.data.steps import DrawOrder, ScheduleConfig, StepView, fold_key, order_named
 from megapack.errors import ArgumentError, ConfigError
@@ -403,17 +403,6 @@ def open_stages(
     return stages
 
 
-def _check_tokens_once(shards: Shards) -> None:
-    """Raise ConfigError if an index dropped or repeated tokens."""
-    for index in map(shards.index, range(len(shards))):
-        if index.dropped_tokens or index.repeated_tokens:
-            raise ConfigError(
-                f"{index.path or 'the index'}: strategy {index.strategy!r} has dropped "
-                f"{index.dropped_tokens:,} tokens and repeated {index.repeated_tokens:,}; evaluate "
-                "with an index that places every token once (strategy bucket)"
-            )
-
-
 _INSTEAD = {
     "config": "give a number by its name, as in tokens_per_step=32_768",
     "batch_size": "the size of a step is tokens_per_step: give that",
@@ -499,7 +488,7 @@ class Schedule:
         self.samples: SampleSource = source
         mixture = self.samples.mixture
         if finite:
-            _check_tokens_once(self.samples.shards)
+            check_tokens_once(self.samples.shards)
             mixture = mixture.every_sample_once()
         self.finite = finite
         self.program = resolve(self.config, mixture, self.samples.tokens_per_epoch.tolist())

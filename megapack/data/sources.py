@@ -2,7 +2,6 @@
 
 - ``SampleSource``: global ids -> source, capacity, segments, attention cost, labels; orders.
 - ``Shards``: shard that holds a sample, opened on first use.
-- ``Exclusions``, ``read_exclusions``: documents that are masked from a step on.
 
     sources of 3 and of 5 samples: bases = 0 3 8            # ids 0 to 2, and 3 to 7
     locate([1, 3, 7])                                       # -> sources 0 1 1, samples 1 0 4
@@ -14,19 +13,17 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from megapack import _core
-from megapack.data.blend import Mixture, Stage
+from megapack.data.blend import Mixture
 from megapack.data.bucket_streams import Bucket, SourceBucket, buckets_of
+from megapack.data.exclusions import Exclusions, read_exclusions
 from megapack.data.fim import Fim
-from megapack.data.program import numbered
 from megapack.data.sample_order import BlockOrder, ScoreOrder, score_orders
 from megapack.data.steps import PLAIN, Attention, StepView
 from megapack.errors import ConfigError
@@ -34,7 +31,6 @@ from megapack.packing import SampleIndex
 from megapack.packing.metrics import segment_pairs
 from megapack.packing.sharded import SourceIndex
 from megapack.storage.columns import ColumnSpec
-from megapack.storage.dataset import read_documents
 
 Ids = NDArray[np.int64]
 
@@ -136,80 +132,6 @@ class Shards:
             source = self.indices[int(self.sources[shard])]
             index = self._open[shard] = source.open(self.number_in_source(shard))
         return index
-
-
-@dataclass(frozen=True, eq=False)
-class Exclusions:
-    """Documents that are masked from a step on (decontamination, takedowns), listed in files.
-
-    The segments of a masked document become padding of their sample. The samples of a step and the
-    shapes stay the same. Lists add up over the stages of a run.
-
-    Attributes:
-        documents: for every source, all documents of any list, int64, ascending.
-        first_lists: number of the first list with each of these documents, int64; list n (from 1)
-            belongs to the n-th stage with a list.
-    """
-
-    documents: tuple[Ids, ...]
-    first_lists: tuple[Ids, ...]
-
-    @cached_property
-    def sources(self) -> list[int]:
-        return [source for source, documents in enumerate(self.documents) if len(documents)]
-
-    def masks(self, source: int, documents: Ids, view: StepView) -> NDArray[np.bool_]:
-        """Return for each document of a source whether a list in force excludes it."""
-        listed = self.documents[source]
-        if not len(listed):
-            return np.zeros(len(documents), np.bool_)
-        i = np.minimum(np.searchsorted(listed, documents), len(listed) - 1)
-        is_listed = listed[i] == documents
-        masked: NDArray[np.bool_] = is_listed & view.excludes(self.first_lists[source][i])
-        return masked
-
-    def of_documents(self, source: int, begin: int, end: int) -> tuple[Ids, Ids]:
-        """Return the listed documents among [begin, end) of a source, relative to ``begin``,
-        and the first list of each."""
-        low, high = np.searchsorted(self.documents[source], [begin, end]).tolist()
-        return self.documents[source][low:high] - begin, self.first_lists[source][low:high]
-
-    def digests(self, view: StepView, names: Sequence[str]) -> dict[str, str]:
-        """Return source name -> number of documents that a step masks, and a digest of the ids."""
-        result = {}
-        for source in self.sources:
-            documents = self.documents[source]
-            masked = np.ascontiguousarray(documents[self.masks(source, documents, view)], "<i8")
-            if len(masked):
-                digest = xxhash.xxh3_64_hexdigest(masked.tobytes())
-                result[names[source]] = f"{len(masked)} documents, xxh3 {digest}"
-        return result
-
-
-def read_exclusions(
-    stages: Sequence[Stage], names: Sequence[str], num_documents: Sequence[int]
-) -> Exclusions:
-    """Read the exclusion lists of all stages, in order. Raises ConfigError if a source or a
-    document does not exist, FormatError or OSError if a file is not such a list or unreadable."""
-    files_of_source: dict[int, list[tuple[Ids, int]]] = {}
-    for number, stage in enumerate((s for s in stages if s.exclude is not None), 1):
-        files = numbered(stage.exclude or {}, names, f"{stage} excludes documents of")
-        for source, path in files.items():
-            listed = read_documents(path)
-            if len(listed) and listed[-1] >= num_documents[source]:
-                raise ConfigError(
-                    f"{stage}: {path} excludes document {listed[-1]} of {names[source]!r}, which "
-                    f"has {num_documents[source]} (counted from 0); is it another dataset's list?"
-                )
-            files_of_source.setdefault(source, []).append((listed, number))
-    empty = np.zeros(0, np.int64)
-    documents, first_lists = [empty] * len(names), [empty] * len(names)
-    for source, files_and_lists in files_of_source.items():
-        contents, numbers = zip(*files_and_lists, strict=True)
-        documents[source], first = np.unique(np.concatenate(contents), return_index=True)
-        of_each = np.repeat(numbers, [len(listed) for listed in contents])
-        first_lists[source] = np.ascontiguousarray(of_each[first], np.int64)
-    return Exclusions(tuple(documents), tuple(first_lists))
 
 
 class LabelTotals(NamedTuple):
@@ -553,6 +475,17 @@ def _places_of(documents: Ids, numbers: Any, num_documents: int) -> Ids:
     return np.flatnonzero(is_listed[numbers])
 
 
+def check_tokens_once(shards: Shards) -> None:
+    """Raise ConfigError if an index dropped or repeated tokens."""
+    for index in map(shards.index, range(len(shards))):
+        if index.dropped_tokens or index.repeated_tokens:
+            raise ConfigError(
+                f"{index.path or 'the index'}: strategy {index.strategy!r} has dropped "
+                f"{index.dropped_tokens:,} tokens and repeated {index.repeated_tokens:,}; evaluate "
+                "with an index that places every token once (strategy bucket)"
+            )
+
+
 def check_has_groups(indices: Sequence[SourceIndex]) -> None:
     """Raise ConfigError if no source has groups, or an arranged source lost them."""
     lost = [i.path for i in indices if i.parameters.get("groups") and not i.has_groups]
@@ -578,6 +511,33 @@ def check_trees(indices: Sequence[SourceIndex], attention: Attention) -> None:
                 "data.attention: tree (megapack-pretrain), or PackedDataset(attention='tree') "
                 "and PackedTrainer; for others, pack the dataset with another strategy"
             )
+
+
+def check_tree_options(options: Mapping[str, Any]) -> None:
+    """Raise ConfigError for options of PackedDataset that attention ``tree`` does not have."""
+    fixed = {
+        "positions": (("segment", "document"), "positions are depths: leave it out"),
+        "label_boundary": (("document",), "a path is one document: leave it out"),
+        "alignment": ((1,), "context parallelism cannot divide a path: leave align out"),
+        "num_mtp_targets": ((0,), "several tokens may follow one: leave it out"),
+    }
+    for name, (allowed, reason) in fixed.items():
+        if options[name] not in allowed:
+            raise ConfigError(f"{name} is {options[name]} with attention: tree; {reason}")
+
+
+def check_tree_run(samples: SampleSource) -> None:
+    """Raise ConfigError for settings of the run that attention ``tree`` does not have."""
+    excluded = [samples.names[source] for source in samples.exclusions.sources]
+    unsupported = {
+        "attention_window": (samples.windows, "a window would cut paths"),
+        "fim": (samples.fim and "on", "it moves tokens, so prefixes would differ"),
+        "columns": (list(samples.columns), "documents that share a token may differ in them"),
+        "exclude": (excluded, "pack the source without these documents (--documents)"),
+    }
+    for name, (value, reason) in unsupported.items():
+        if value:
+            raise ConfigError(f"{name} is {value} with attention: tree; {reason}: leave {name} out")
 
 
 def segments_of(index: SampleIndex, samples: Ids) -> tuple[Ids, Ids]:

@@ -373,7 +373,7 @@ class StepView:
     Attributes:
         window: attention window, tokens; None: attention is not limited.
         num_lists: exclusion lists in force; their documents become padding
-            (``megapack.data.sources.Exclusions``).
+            (``megapack.data.exclusions.Exclusions``).
         loss_weight: (samples,) float32, factors on the loss masks; None: 1.
         epochs, fim_rates: (samples,) int64 and float64, for fill-in-the-middle: the epoch of each
             sample within its source, and the share of documents to transform; None: transform none.

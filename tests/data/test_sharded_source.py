@@ -31,7 +31,7 @@ from megapack.data import (
     unseen_documents,
 )
 from megapack.data.arrange import Arranger, arrange, plan_arrangement
-from megapack.data.dataset import check_token_ids
+from megapack.data.report import check_token_ids
 from megapack.data.sample_order import Scores
 from megapack.data.sources import Shards
 from megapack.errors import ConfigError, IndexMismatchError, ResumeError

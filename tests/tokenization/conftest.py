@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from megapack.tokenization.corpus.documents import Faults, ReadOptions
-from megapack.tokenization.corpus.inputs import InputFile, find_inputs
+from megapack.tokenization.corpus.inputs import find_inputs
+from megapack.tokenization.corpus.streams import InputFile
 from megapack.tokenization.pipeline.plan import BuildConfig
 from megapack.tokenization.pipeline.run import BuildResult, build
 from megapack.tokenization.tokenizers.train import train_tokenizer

@@ -38,7 +38,7 @@ from megapack.tokenization.corpus.documents import (
     key_names,
     key_path,
 )
-from megapack.tokenization.corpus.inputs import TABLES, InputFile, Piece, open_stream
+from megapack.tokenization.corpus.streams import TABLES, InputFile, Piece, open_stream
 from megapack.tokenization.corpus.tables import open_table, read_table
 
 # Approximate growth of text by decompression. It only affects the balance of shards.

@@ -32,7 +32,7 @@ from megapack.tokenization.corpus.documents import (
     key_names,
     key_path,
 )
-from megapack.tokenization.corpus.inputs import ARROW_FILE, InputFile, Piece, require_unchanged
+from megapack.tokenization.corpus.streams import ARROW_FILE, InputFile, Piece, require_unchanged
 
 _TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
 _LIST_TYPES = ("list<", "large_list<", "list_view<", "large_list_view<", "fixed_size_list<", "null")

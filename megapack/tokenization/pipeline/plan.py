@@ -33,8 +33,8 @@ from megapack.storage.address import is_remote
 from megapack.storage.columns import INTERPRETED, LABELS, WEIGHTS, ColumnSpec
 from megapack.storage.index_file import GROUPS, prefix_of
 from megapack.tokenization.corpus.documents import SPLIT_NAMES, OnError, ReadOptions, parse_split
-from megapack.tokenization.corpus.inputs import Format, InputFile
 from megapack.tokenization.corpus.readers import Shard, default_shard_bytes, plan_shards
+from megapack.tokenization.corpus.streams import Format, InputFile
 from megapack.tokenization.corpus.token_values import (
     ColumnOption,
     LossWeights,

@@ -25,8 +25,9 @@ from megapack.storage.index_writer import dataset_files
 from megapack.storage.merge import merge
 from megapack.storage.remote.copies import local_output
 from megapack.tokenization.corpus.documents import SPLIT_NAMES, ordered_split
-from megapack.tokenization.corpus.inputs import InputFile, find_inputs
+from megapack.tokenization.corpus.inputs import find_inputs
 from megapack.tokenization.corpus.readers import MIN_SHARD_BYTES
+from megapack.tokenization.corpus.streams import InputFile
 from megapack.tokenization.pipeline.plan import BuildConfig, Plan, make_plan
 from megapack.tokenization.pipeline.worker import ShardWorker, open_coder
 from megapack.tokenization.pipeline.workspace import (

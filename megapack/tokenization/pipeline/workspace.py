@@ -53,7 +53,7 @@ from megapack.tokenization.corpus.documents import (
     fault_lines,
     lacks_documents,
 )
-from megapack.tokenization.corpus.inputs import input_digest
+from megapack.tokenization.corpus.streams import input_digest
 from megapack.tokenization.pipeline.plan import Plan, differences
 from megapack.tokenization.tokenizers.coding import Coder
 from megapack.tokenization.tokenizers.probe import sample_blocks

@@ -13,8 +13,8 @@ from typing import Literal
 from megapack.errors import ConfigError, DataError, require
 from megapack.storage.files import atomic_write, check_not_read, check_target, target_of
 from megapack.tokenization.corpus.documents import Faults, ReadOptions
-from megapack.tokenization.corpus.inputs import InputFile
 from megapack.tokenization.corpus.readers import plan_shards, read_blocks
+from megapack.tokenization.corpus.streams import InputFile
 
 _SLICE_BYTES = 1 << 20
 _FEWEST = 300  # ids of a vocabulary

@@ -22,8 +22,9 @@ from hypothesis import strategies as st
 
 from megapack.errors import DataError
 from megapack.tokenization.corpus.documents import Faults, ReadOptions
-from megapack.tokenization.corpus.inputs import Piece, find_inputs, open_stream
+from megapack.tokenization.corpus.inputs import find_inputs
 from megapack.tokenization.corpus.readers import line_blocks, read_blocks
+from megapack.tokenization.corpus.streams import Piece, open_stream
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),

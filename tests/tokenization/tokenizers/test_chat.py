@@ -23,7 +23,7 @@ from megapack.cli.main import main
 from megapack.errors import ConfigError, DataError
 from megapack.storage.columns import INTERPRETED
 from megapack.tokenization.corpus.documents import Faults, ReadOptions
-from megapack.tokenization.corpus.inputs import InputFile
+from megapack.tokenization.corpus.streams import InputFile
 from megapack.tokenization.pipeline.run import BuildResult
 from megapack.tokenization.tokenizers import chat_template, template_chats
 from megapack.tokenization.tokenizers.chat_template import ChatTemplate

@@ -17,8 +17,9 @@ from tokenizers import Tokenizer, pre_tokenizers
 
 from megapack.errors import ConfigError, DataError, MegapackError
 from megapack.tokenization.corpus.documents import ReadOptions, TextBlock
-from megapack.tokenization.corpus.inputs import InputFile, find_inputs
+from megapack.tokenization.corpus.inputs import find_inputs
 from megapack.tokenization.corpus.readers import plan_shards
+from megapack.tokenization.corpus.streams import InputFile
 from megapack.tokenization.corpus.token_values import LossWeights
 from megapack.tokenization.tokenizers.encoders import (
     BACKENDS,

@@ -18,8 +18,9 @@ from tokenizers import Tokenizer, models
 from megapack import IndexedDataset
 from megapack.errors import ConfigError, DataError, FormatError
 from megapack.tokenization.corpus.documents import Faults, ReadOptions
-from megapack.tokenization.corpus.inputs import InputFile, find_inputs
+from megapack.tokenization.corpus.inputs import find_inputs
 from megapack.tokenization.corpus.readers import plan_shards
+from megapack.tokenization.corpus.streams import InputFile
 from megapack.tokenization.tokenizers.encoders import BACKENDS, GuardedEncoder, open_encoder
 from megapack.tokenization.tokenizers.probe import hard_texts, sample_blocks
 from megapack.tokenization.tokenizers.tokenizer import (
