@@ -206,28 +206,30 @@ class Workspace:
         now = self._plan.tree()
         for key in ("shard_bytes", "shards"):
             del now[key]
-        if now["inputs"] != before["inputs"] and self._has_contents(before):
-            now["inputs"] = before["inputs"]  # only times or paths differ
+        if now["inputs"] != before["inputs"]:
+            now["inputs"] = self._inputs_as_before(before)
         # "skip" reuses any finished build; "fail" reuses one that dropped no documents.
         if now["on_error"] == "skip" or not lacks_documents(before["skipped"]):
             del now["on_error"]
         return differences(before, now)
 
-    def _has_contents(self, before: Mapping[str, Any]) -> bool:
-        """Return whether the inputs have the contents of a finished build's inputs. Reads only
-        files whose path or modification time differs."""
+    def _inputs_as_before(self, before: Mapping[str, Any]) -> list[Any]:
+        """Return the inputs of the plan's tree. Up to the first with other contents than a finished
+        build's, they are those of its manifest: only times or paths differ. Reads only files whose
+        path or modification time differs."""
+        result, old = list(self._plan.tree()["inputs"]), before["inputs"]
         digests, inputs = before.get("input_digests", []), self._plan.inputs
-        if not len(inputs) == len(digests) == len(before["inputs"]):
-            return False
-        for file, (path, num_bytes, mtime_ns, *kind), digest in zip(
-            inputs, before["inputs"], digests, strict=True
-        ):
+        if not len(inputs) == len(digests) == len(old):
+            return result
+        for i, (file, digest) in enumerate(zip(inputs, digests, strict=True)):
+            path, num_bytes, mtime_ns, *kind = old[i]
             if (file.size, file.format, file.compression) != (num_bytes, *kind):
-                return False
+                break
             unchanged = file.mtime_ns == mtime_ns and realpath(file.path) == realpath(path)
             if not unchanged and (digest is None or digest != input_digest(file)):
-                return False
-        return True
+                break
+            result[i] = old[i]
+        return result
 
     @contextlib.contextmanager
     def locked(self, note: Callable[[str], None]) -> Iterator[None]:

@@ -291,7 +291,8 @@ def test_finished_build_of_many_files_is_found_by_contents(
         os.utime(path, ns=(1, 1))
     assert run_build(folder).state == "complete"
     (folder / "77.txt").write_text("Document 77")
-    with pytest.raises(ConfigError, match="it was built with a different plan"):
+    message = rf"it was built with a different plan:\n  input {folder}/77\.txt changed"
+    with pytest.raises(ConfigError, match=message):
         run_build(folder)
 
 
