@@ -52,7 +52,7 @@ def not_logged(lines: Iterable[str]) -> list[str]:
     return [line for line in lines if not _LOGGED.match(line)]
 
 
-# Forks of a shared zygote: they are no descendants of this process, but their ranks belong to it.
+# Forks of a shared zygote. Another process started them, but their ranks belong to this one.
 SERVERS: set[int] = set()
 
 
@@ -151,7 +151,7 @@ class SharedZygote(Zygote):
         connection = socket.socket(socket.AF_UNIX)
         try:
             connection.connect(str(self._address))
-        except OSError:  # nobody has started it, or the test process that did has ended
+        except OSError:  # it was not started, or the test process that started it has ended
             shutil.rmtree(self._address.parent, ignore_errors=True)
             self._address.parent.mkdir(mode=0o700)
             self._started.append(self._spawn(str(self._address)))
