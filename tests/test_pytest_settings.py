@@ -87,7 +87,7 @@ def test_a_time_limit_ends_a_test_and_its_processes(tmp_path: Path) -> None:
 def test_test_processes_share_the_imports_of_ranks(
     tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Each has its own fork of the zygote; a time limit ends the ranks of its own fork."""
+    """Each process has a fork of the zygote, and a time limit ends only the ranks of that fork."""
     peer("torch")
     from training.processes import SharedZygote  # noqa: PLC0415  # data-only tests have no torch
 

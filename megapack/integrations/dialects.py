@@ -236,7 +236,7 @@ def _on_cpu(batch: Mapping[str, Any]) -> tuple[dict[str, Any], Callable[[Any], A
 
 
 # Small conversions add up to a third of the time of a micro batch of one row. So entries that a
-# dialect takes as they are stay tensors, and Tensor.numpy() replaces the slower np.asarray(tensor).
+# dialect does not change stay tensors, and Tensor.numpy() replaces the slower np.asarray(tensor).
 def _array(value: Any) -> NDArray[Any]:
     """Return a tensor or an array as an array."""
     return value if isinstance(value, np.ndarray) else value.numpy()

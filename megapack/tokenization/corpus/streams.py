@@ -5,7 +5,7 @@
 - require_unchanged, input_digest: whether a file is still the one that was planned
 
     with open_stream(InputFile("a.jsonl.gz", "jsonl", "gz", size, mtime_ns)) as stream:
-        stream.read(6)                        # -> b'{"text'; DataError if it is no gzip file
+        stream.read(6)                        # -> b'{"text'; DataError unless it is gzip
 """
 
 from __future__ import annotations
